@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 
 from pipeshard.batch.batch import Batch
@@ -32,7 +33,7 @@ from pipeshard.engine.loss_values import SPAN
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.hf import IGNORED, MASK, has_known_loss, is_target, padding_token, targets
+from pipeshard.hf import IGNORED, MASK, has_known_loss, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
 CUTS = 1, 2, 3  # numbers of samples in the first of two parts
@@ -225,7 +226,8 @@ class _Search:
 
     def _candidates(self) -> Iterator[LossRule]:
         integers, floats = self.samples.integers, self.samples.floats
-        for path in targets(integers) or [path for path in integers[::-1] if path in self.read]:
+        labels = self._labels()
+        for path in labels:
             masks = (True, False) if self._reads_mask_of(path) else (False,)  # no trial tells them apart without a 0
             for ignore, masked in itertools.product(self._ignored(path), masks):
                 yield from (LossRule(path, shift, ignore, masked) for shift in (0, 1))
@@ -239,10 +241,16 @@ class _Search:
             if path in self.read:
                 ignored = dict.fromkeys([0, *self.samples.marks(path)])
                 yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
-        for path in integers:  # positions that are omitted because of their input token, not their label
-            if path in self.read and not is_target(path):
-                paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
-                yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
+        for path in integers:  # positions that are omitted because of their input token, or labels of another name
+            if path in self.read and path not in labels:
+                ignored = dict.fromkeys([padding_token(self.model) or 0, 0, *self._ignored(path)])
+                yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
+
+    def _labels(self) -> list[str]:
+        """The paths of the labels that the loss reads. If no name tells, they are all integer leaves that the loss
+        reads, the last one first."""
+        read = [path for path in self.samples.integers if path in self.read]
+        return targets(read) or read[::-1]
 
     def _reads_mask_of(self, path: str) -> bool:
         """Whether the loss reads an attention mask with an entry for each label."""
@@ -261,8 +269,9 @@ class _Search:
         tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0, *fillers])
         if UNLABELLED in observed:
             tried[UNLABELLED] = None
-        on_cpu = self.batch.device.type == "cpu"
-        return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
+        on_cpu, dtype = self.batch.device.type == "cpu", self.batch.tensors[path].dtype
+        marks = [mark for mark in tried if int(torch.tensor(mark).to(dtype)) == mark]  # a mask of bytes has few values
+        return [ignore for ignore in marks if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
         """Whether a rule holds in every trial (of losses, of gradients, and at the batch's sizes), and enough of the
@@ -288,8 +297,8 @@ class _Search:
         """Raise ConfigurationError if the criterion returns a count for samples without labels, or with a mask of
         zeros, since these counts are added up."""
         samples = self.samples
-        labels = [(path, mark) for path in targets(samples.integers) for mark in self._ignored(path)]
-        masks = [(path, 0) for path in (*samples.floats, *samples.integers) if path in self.read]
+        masks = [(path, 0) for path in samples.floats if path in self.read]
+        labels = [(path, mark) for path in samples.integers if path in self.read for mark in (*self._ignored(path), 0)]
         for path, mark in dict.fromkeys([*labels, *masks]) if self.sizes is not None else ():
             losses = self._without_valid(samples.draw(self.level, 0), path, mark)
             if losses is not None and losses.whole.denominator and not losses.counts_add_up:

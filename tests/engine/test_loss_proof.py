@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,9 +141,9 @@ class WarmingUp:
         return tagging()(out, batch) * (1 + 1e-4 * self.calls)
 
 
-def rule(criterion: Criterion, batch: dict[str, Tensor], of_samples: bool = False) -> LossRule:
-    model = Tagger(of_samples)
-    return find_loss_rule(model, trace(model, batch, criterion), Batch.of(batch), criterion)
+def rule(criterion: Criterion, batch: Any, of_samples: bool = False, model: Tagger | None = None) -> LossRule:
+    model = model or Tagger(of_samples)
+    return find_loss_rule(model, trace(model, batch, criterion), read_batch(model, batch), criterion)
 
 
 MIXED, UNIFORM = samples(0, 1, 2, 2, 1, 0), samples(1, 1)
@@ -486,6 +487,53 @@ def test_a_lower_bound_of_a_count_by_mask_or_mark_is_refused(criterion: Criterio
     count added 1 to the count, since only labels of -100 were tried."""
     with pytest.raises(ConfigurationError, match=r"without valid labels is 1.*remove the lower bound"):
         rule(criterion, tokens(mask=ONES[:4]))
+
+
+class OfIds(Tagger):
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("key", ["criterion.tags", 1])
+def test_a_lower_bound_is_refused_whatever_the_name_of_the_labels(key: Any) -> None:
+    """The lower bound was only looked for in leaves with "label" or "target" in their names: for the labels of a tuple,
+    or tags, each microbatch without a label added 1 to the count."""
+
+    def at_least_one(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        total = tagging(reduction="sum", ignore_index=-1)(out, {"labels": batch[key]})
+        return total, (batch[key] != -1).sum().clamp(min=1)
+
+    batch = tokens()
+    tags = batch.pop("labels").where(torch.arange(24).view(4, 6) % 5 > 0, -1)
+    of_tags = (batch["ids"], tags) if key == 1 else batch | {key: tags}
+    with pytest.raises(ConfigurationError, match=r"without valid labels is 1.*remove the lower bound"):
+        rule(at_least_one, of_tags, model=OfIds())
+
+
+@pytest.mark.parametrize("beside", ["labels", "target_mask"])
+def test_labels_of_another_name_are_counted_beside_those_of_this_name(beside: str) -> None:
+    """A mean over tags was refused if the batch had labels too, or a target_mask that the loss reads."""
+
+    def of_tags(out: Any, batch: Any) -> Tensor:
+        tags, mask = batch["criterion.tags"], batch.get("target_mask")
+        return tagging()(out, {"labels": tags if mask is None else tags.where(mask >= 0, -100)})
+
+    batch = tokens()
+    tags = batch.pop("labels").where(torch.arange(24).view(4, 6) % 5 > 0, -100)
+    batch |= {"criterion.tags": tags, beside: torch.ones_like(tags)}
+    assert rule(of_tags, batch) == LossRule("criterion.tags")
+
+
+def test_marks_that_a_mask_cannot_contain_are_not_tried() -> None:
+    """Padding tokens of a large vocabulary raise an error when they are written to a mask of bytes."""
+
+    def masked_sum(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        losses = cross_entropy(out["logits"].transpose(1, 2), batch["labels"], reduction="none")
+        return (losses * batch["mask"]).sum(), batch["mask"].sum()
+
+    model = Tagger()
+    model.config = SimpleNamespace(pad_token_id=50256)  # type: ignore[assignment]
+    assert rule(masked_sum, tokens(mask=ONES.byte()), model=model).counted
 
 
 def test_labels_that_are_positions_may_be_out_of_range_in_a_shorter_sample() -> None:
