@@ -23,7 +23,8 @@ from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
 MOST_IN_BATCH = 64  # larger tensors of a batch are not compared
-LIBRARIES = {"torch", "transformers"}  # the losses of their modules do not depend on such values
+LIBRARIES = {"torch", "transformers"}
+LOSSES = nn.CrossEntropyLoss.__module__  # may have class weights
 COMPARED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 COMPARED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 NUMBERS = "biuf"  # kinds of numpy dtypes
@@ -33,15 +34,11 @@ MOST_ELEMENTS = 2**20  # larger tensors are not compared
 class LossState:
     """The values that the user has set in tensors of the model: buffers, frozen parameters, and tensors in attributes
     or in lists and dicts that are attributes. Changes made by forwards do not count. Modules inside units seldom
-    compute a loss, so torch's and transformers' own modules inside units are skipped."""
+    compute a loss, so torch's and transformers' own modules inside units are skipped, except torch's losses."""
 
     def __init__(self, model: nn.Module) -> None:
         of_units = {module for unit in find_units(model).values() for module in unit.modules()}
-        self._modules = [
-            module
-            for module in model.modules()
-            if module not in of_units or type(module).__module__.split(".")[0] not in LIBRARIES
-        ]
+        self._modules = [module for module in model.modules() if module not in of_units or _may_weight(module)]
         self._versions: list[tuple[Tensor, Noted]] | None = None
         self._kinds: tuple[Hashable, ...] = ()
 
@@ -60,6 +57,12 @@ class LossState:
     def _look(self) -> list[tuple[Tensor, Noted]]:
         tensors = (tensor for module in self._modules for tensor in _tensors(module))
         return [(t, Noted(0 if t.is_inference() else t._version, count_reads(t))) for t in tensors]
+
+
+def _may_weight(module: nn.Module) -> bool:
+    """Whether the module's class may compute a loss from tensors of its own."""
+    name = type(module).__module__
+    return name == LOSSES or name.split(".")[0] not in LIBRARIES
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

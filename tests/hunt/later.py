@@ -128,6 +128,29 @@ class WithHead(Body):
         return {"loss": self.head(x, beside["labels"])}
 
 
+class OfModule(nn.Module):
+    """The same with torch's module of the loss, which has the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.loss = nn.Linear(H, 3), nn.CrossEntropyLoss(weight=torch.ones(3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.loss(self.project(x), labels)
+        return loss
+
+
+class WithModule(WithHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = OfModule()
+
+
+def weigh_module(step: int, model: Any) -> None:
+    if step == 1:
+        model.head.loss.weight.copy_(WEIGHTS)
+
+
 def weigh_head(step: int, model: Any) -> None:
     if step == 1:
         model.head.weight.copy_(WEIGHTS)
@@ -143,8 +166,8 @@ def replace_data_of_head(step: int, model: Any) -> None:
         model.head.weight.data = WEIGHTS.clone()
 
 
-def of_head(story: str, between: Any) -> Case:
-    return Case(WithHead, story, batches=labelled(), options=TWO, between=between, refused=UNPROVEN)
+def of_head(story: str, between: Any, kind: type[WithHead] = WithHead) -> Case:
+    return Case(kind, story, batches=labelled(), options=TWO, between=between, refused=UNPROVEN)
 
 
 def of_criterion(story: str, kind: type[Settable], name: str, value: Any) -> Case:
@@ -251,6 +274,11 @@ CASES = {
         "The same through `weight.data`, which does not change the version of a tensor.", weigh_head_by_data
     ),
     "class weights of a head, other data": of_head("The same by `weight.data = weights`.", replace_data_of_head),
+    "class weights of a loss in a head": of_head(
+        "The same for weights of torch's CrossEntropyLoss inside the unit, as torch's modules in units were skipped.",
+        weigh_module,
+        WithModule,
+    ),
     "class weights of a criterion, by data": Case(
         Body,
         "The same of a criterion's weights.",
