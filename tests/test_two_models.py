@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -204,3 +205,58 @@ def test_an_engine_trains_its_model_after_it_boosted_a_teacher(pool: Pool) -> No
     returned the teacher's loss, and the student was never trained."""
     for steps in pool.run(boosted_later, 2):
         assert all(error < 1e-6 and moved > 0 for error, moved in steps)
+
+
+class Player(torch.nn.Module):
+    """A generator or a critic."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(16, width)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.head(torch.tanh(self.body(x)))
+        return {"loss": out.square().mean(), "out": out}
+
+
+def play(models: list[Any], optimizers: list[Any], backward: Any, z: torch.Tensor) -> None:
+    """An update of the critic, one of the generator, whose loss also gives the critic gradients, and one of both."""
+    (generator, critic), (of_generator, of_critic) = models, optimizers
+    for updated, sign in (([of_critic], 1.0), ([of_generator], -1.0), (optimizers, 0.5)):
+        fake = generator(x=z)["out"]
+        score = critic(x=fake.detach() if sign == 1.0 else fake)["out"].float()
+        backward(score.sigmoid().mean() * sign, updated[0])
+        for optimizer in updated:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def adversaries(precision: str) -> float:
+    """The error of the weights of a generator and a critic that are called as plain models, after some updates."""
+    torch.manual_seed(0)
+    plain = [Player(8), Player(1)]
+    of_plain = [torch.optim.SGD(model.parameters(), lr=0.5) for model in plain]
+    sample = {"x": torch.randn(4, 8)}
+    plugin = PipelinePlugin(1, num_microbatches=1, dry_run_input=sample, precision=precision, verify=False)
+    booster = Booster(plugin=plugin)
+    models, optimizers = [], []
+    for model in copy.deepcopy(plain):
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        models.append(model)
+        optimizers.append(optimizer)
+    if precision == "fp16":
+        models[1].pipeline.scaling.value /= 4
+    for step in range(4):
+        z = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        play(plain, of_plain, lambda loss, _: loss.backward(), z)
+        play(models, optimizers, booster.backward, z.chunk(dist.get_world_size())[dist.get_rank()])
+    pairs = zip(torch.nn.ModuleList(models).parameters(), torch.nn.ModuleList(plain).parameters(), strict=True)
+    return max(float((one.detach().float() - other).abs().max()) for one, other in pairs)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("precision", "world", "error"), [("fp32", 2, 1e-6), ("fp16", 2, 2e-3), ("fp16", 1, 2e-3)])
+def test_a_loss_of_two_plain_models_trains_both(pool: Pool, precision: str, world: int, error: float) -> None:
+    """`booster.backward(bce(critic(generator(z))), opt_g)` was refused, with the advice to call booster.backward."""
+    assert max(pool.run(adversaries, world, precision)) < error

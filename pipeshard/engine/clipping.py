@@ -119,14 +119,14 @@ class ModelGradients:
             wholes += [(group["params"], names & lacking) for group, names in groups]
         return wholes
 
-    def add_to(self) -> None:
+    def add_to(self, scale: float | None = None) -> None:
         """Prepare to accumulate gradients: record how the loop has changed the existing gradients, discard the cached
-        norm, and rescale the gradients to the current loss scale."""
+        norm, and rescale the gradients to the loss's `scale`, by default this model's loss scale."""
         self._refuse_mixed()
         self._settle()
         self.updates.judge()
         self.norm, self._stepped = None, None
-        self._rescale(self._scale)
+        self._rescale(self._scale if scale is None else scale)
 
     @contextmanager
     def discarded_on_failure(self, foreign: Iterable[Tensor]) -> Iterator[None]:

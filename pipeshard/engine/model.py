@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,19 @@ from pipeshard.replaced import replaced
 
 
 class Whole:
-    """Calls the model of a one-stage pipeline outside steps, and accumulates the gradients of a loss."""
+    """Calls the model of a one-stage pipeline outside steps, and accumulates the gradients of a loss.
+
+    Attributes:
+        adding: while `backward` is running, the models that accumulate gradients, in the order in which it reaches
+            them, which is the same on all replicas.
+        scale: the factor by which `backward` has multiplied the loss.
+    """
+
+    adding: ClassVar[list["Whole"]] = []
+    scale: ClassVar[float] = 1.0
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self._adding = False  # whether `backward` is running
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> "Whole | None":
@@ -55,30 +63,41 @@ class Whole:
         if pipeline.grid.dp_size > 1 or pipeline.scaling is not None:
             for tensor in tree_tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._refuse_plain)
+                    tensor.register_hook(self._reached)
         return output
 
     @together_in("booster.backward")
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of the unweighted mean of the replicas' losses."""
-        pipeline, sync = self.pipeline, self.pipeline.sync
+        """Accumulate the gradients of the unweighted mean of the replicas' losses, also those of other models on whose
+        outputs the loss depends (the critic of a GAN)."""
+        pipeline = self.pipeline
         if pipeline.gradients.copies.zero:
             pipeline.gradients.copies.refuse_differing()
-        pipeline.gradients.add_to()
-        if problems := sync.problems():
-            raise UsageError(problems[0])
-        sync.begin()
-        with replaced(self, _adding=True):
+        with replaced(Whole, adding=[], scale=pipeline.scale):
+            self._begin()
             loss.backward(filled_like(loss, pipeline.scale / pipeline.grid.dp_size))
-        sync.finish(pipeline.synchronizes)
-        pipeline.gradients.added()
+            added = Whole.adding
+        for whole in added:
+            whole.pipeline.sync.finish(whole.pipeline.synchronizes)
+            whole.pipeline.gradients.added()
 
-    def _refuse_plain(self, _: Tensor) -> None:
-        if not self._adding:
+    def _begin(self) -> None:
+        """Prepare this model to accumulate the gradients of the loss that `backward` runs on."""
+        Whole.adding.append(self)
+        self.pipeline.gradients.add_to(Whole.scale)
+        if problems := self.pipeline.sync.problems():
+            raise UsageError(problems[0])
+        self.pipeline.sync.begin()
+
+    def _reached(self, _: Tensor) -> None:
+        """Called before the backward of this model, with the gradient of an output."""
+        if not Whole.adding:
             raise UsageError(
                 "loss.backward() would neither scale the loss (precision='fp16') nor sum gradients over replicas: "
                 "call booster.backward(loss, optimizer)"
             )
+        if self not in Whole.adding:
+            self._begin()
 
 
 # Attributes that identify a wrapper: the wrapper reads them before it wraps a model.
