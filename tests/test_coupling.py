@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.engine import norm_guard, step_guard
+from pipeshard.engine.coupling import Watching
 from pipeshard.private import global_step_pre_hooks, modes_entered
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.hunt.loops import Sides
+from tests.hunt.nets import Net, data
 from tests.pool import Pool
 from tests.test_updates import gradients, listening, of_optimizer
 from tests.unsplit import Split
@@ -359,6 +361,45 @@ def test_a_model_that_is_deleted_ends_its_watch(pool: Pool) -> None:
     ended them did so within an operator: "Hit Python dispatch key but no arguments had PyInterpreter". The guards
     stayed, since a WeakSet still counts an object whose finalizer runs."""
     assert pool.run(left_after_models, 2) == [[None, None, None, False, False, False]] * 2
+
+
+def watching() -> int:
+    return sum(isinstance(mode, Watching) for mode in modes_entered())
+
+
+def watches_beside(is_trained: bool) -> tuple[list[int], list[int]]:
+    """The numbers of modes within the student's steps, and in the loop after each step, in which another model is
+    evaluated or trained."""
+    within, between = list[int](), list[int]()
+
+    def criterion(output: Any, batch: Any) -> Tensor:
+        within.append(watching())
+        loss: Tensor = output["logits"].square().mean()
+        return loss
+
+    sides, model = Sides({}, momentum, criterion, verify=False), Net()
+    student = sides.engine.model
+    other, optimizer, *_ = sides.engine.boost(model, momentum(model) if is_trained else None)
+    for step in range(7):
+        sides.engine.execute_pipeline(sides.own(sides.batches(step)), student, criterion, sides.optimizer)
+        update(sides)
+        batch = iter([data(step)])
+        with torch.set_grad_enabled(is_trained):
+            sides.engine.execute_pipeline(batch, other, None, optimizer)
+        if is_trained:
+            optimizer.step()
+        between.append(watching())
+    return within, between
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_model_is_not_watched_in_steps_of_another(pool: Pool, is_trained: bool) -> None:
+    """After the first evaluation of an average of the weights, which no optimizer updates, every operator of the
+    student's steps ran through Python, in every step."""
+    (_, first), (within, last) = pool.run(watches_beside, 2, is_trained)
+    assert within and set(within) == {0}
+    assert first[0] > 0 and first[-1] == last[-1] == 0
 
 
 def proven_after_one_that_is_deleted() -> None:

@@ -51,8 +51,9 @@ NOTHING: frozenset[Source] = frozenset()
 
 class Coupling:
     """Watches the training loop between its calls to pipeshard, in the first updates of a model and in updates whose
-    number is a power of two. Tags are kept per storage, as in a trace (graph/taint.py). If a storage contains several
-    watched tensors, each has its own tags. Deleting the model ends the watch."""
+    number is a power of two; of a model without an optimizer, in such calls. Tags are kept per storage, as in a trace
+    (graph/taint.py). If a storage contains several watched tensors, each has its own tags. Deleting the model ends the
+    watch."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
@@ -65,26 +66,29 @@ class Coupling:
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), Readers(self)
-        self._is_watching, self._calls = False, 0
+        self.is_watching, self._calls = False, 0
+        self._called = 0  # number of calls to pipeshard that have returned
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context manager for a call to pipeshard: on entry, checks the values that the loop has written; on exit,
-        watches the loop again."""
+        watches the loop again. The operators of the call are not the loop's, so no model watches them."""
         self.end()
         self._calls += 1
         try:
-            yield
+            with others_suspended():
+                yield
         finally:
             self._calls -= 1
         if self._calls == 0:
             self.begin()
+            self._called += 1
 
     def begin(self) -> None:
         """Start watching the loop, if this update is to be watched and some parameters are trained only on other
         ranks."""
-        count = self._updates.count
-        if self._is_watching or not is_sampled(count):
+        count = self._updates.count if self._updates.in_use() else self._called
+        if self.is_watching or not is_sampled(count):
             return
         self._held = frozenset(name for name, weight in self._weights.items() if weight.parameter.requires_grad)
         of_others = {w.name for each in self._optimizers for w in each.weights.values() if w.master not in each.names}
@@ -97,15 +101,15 @@ class Coupling:
             insort(self._starts.setdefault(storage_of(tensor), []), int(tensor.storage_offset()))
         for name, tensor in self._places():
             self._set(tensor, frozenset({name}))
-        self._is_watching = True
+        self.is_watching = True
         end_of_deleted()
         enter_below(*self._modes)
 
     def end(self) -> None:
         """Stop watching the loop, and report coupled writes to the Updates."""
-        if not self._is_watching:
+        if not self.is_watching:
             return
-        self._is_watching = False
+        self.is_watching = False
         leave_below(*self._modes)
         drawn: dict[Stream, set[str]] = {}
         for name, tensor in self._places():
@@ -278,6 +282,11 @@ class Watching:
         """Whether the model has been deleted."""
         return self._coupling() is None
 
+    @property
+    def is_active(self) -> bool:
+        coupling = self._coupling()
+        return coupling is not None and coupling.is_watching
+
 
 class Operators(Watching, DispatchMode):
     """Passes each operator of a loop to its Coupling. Increments the versions of tensors to which a foreach or fused
@@ -303,6 +312,17 @@ class Readers(Watching, TorchFunctionMode):
         if coupling is not None and func in READERS and not torch.compiler.is_compiling():
             coupling.read_by(args[:1])
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def others_suspended() -> Iterator[None]:
+    """Context manager in which no model watches. Tags are kept."""
+    modes = [mode for mode in modes_entered() if isinstance(mode, Operators | Readers)]
+    leave_below(*modes)
+    try:
+        yield
+    finally:
+        enter_below(*(mode for mode in modes if mode.is_active))
 
 
 def end_of_deleted() -> None:
