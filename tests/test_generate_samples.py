@@ -66,10 +66,24 @@ class Remembering(nn.Module):
         return hidden_states + self.state
 
 
-def remembering() -> nn.Module:
+class RememberingLater(Remembering):
+    """One that creates the attribute in its first forward, and another that holds no state."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        del self.state
+
+    def remembered(self, hidden_states: Tensor) -> Tensor:
+        self.input_dtype = hidden_states.dtype
+        if hidden_states.shape[1] > 1 or not hasattr(self, "state"):
+            self.state = hidden_states.mean(1, keepdim=True)
+        return hidden_states + self.state
+
+
+def remembering(kind: type[nn.Module] = Remembering) -> nn.Module:
     model: Any = llama()
     for k, layer in enumerate(model.model.layers):
-        model.model.layers[k] = Remembering(layer)
+        model.model.layers[k] = kind(layer)
     return model
 
 
@@ -86,6 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "guidance": llama,
     "quantized": llama,
     "state": remembering,
+    "later state": lambda: remembering(RememberingLater),
     "recurrent": recurrent_gemma,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -114,6 +129,7 @@ REASONS = {
     "guidance": "LlamaForCausalLM creates a cache in its forward",
     "quantized": "QuantizedCache quantizes all samples together",
     "state": "model.layers.0 (Remembering) may keep states of samples in its attribute state",
+    "later state": "model.layers.0 (RememberingLater) may keep states of samples in its attribute state",
     "recurrent": "(RecurrentGemmaRecurrentBlock) may keep states of samples in its attribute conv1d_state",
 }
 

@@ -4,7 +4,6 @@ import dis
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
-from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -70,7 +69,9 @@ class Samples:
         for unit, whole in self.units.items():
             for path, module in whole.named_modules(prefix=unit):
                 for name in sorted(assigned(type(module))):  # type: ignore[arg-type]
-                    if isinstance(vars(module).get(name, MISSING), Tensor | None):  # no parameter, and no buffer
+                    value = vars(module).get(name, MISSING)  # not a parameter, and not a buffer
+                    is_later = not hasattr(module, name)  # created in the first forward
+                    if is_later or isinstance(value, Tensor | None):
                         return f"{path} ({type(module).__name__}) may keep states of samples in its attribute {name}"
         return None
 
@@ -82,7 +83,8 @@ class Samples:
 
 @cache
 def assigned(kind: type) -> frozenset[str]:
-    """The attributes that a module of this class assigns to itself in its forward, or in methods that it mentions."""
+    """The attributes to which a module of this class assigns anything but the dtype or the device of something, in its
+    forward or in methods that it mentions."""
     seen, found, todo = set[str](), set[str](), ["forward"]
     while todo:
         name = todo.pop()
@@ -94,8 +96,9 @@ def assigned(kind: type) -> frozenset[str]:
         steps = [*dis.get_instructions(code)]
         found |= {
             str(step.argval)
-            for before, step in pairwise(steps)
-            if step.opname == "STORE_ATTR" and before.argrepr.rpartition(", ")[2] in code.co_varnames[:1]
+            for value, owner, step in zip(steps, steps[1:], steps[2:])
+            if step.opname == "STORE_ATTR" and owner.argrepr.rpartition(", ")[2] in code.co_varnames[:1]
+            if value.argval not in ("dtype", "device")
         }
         todo += names_in(code)
     return frozenset(found)
