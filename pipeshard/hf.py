@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -213,6 +214,17 @@ def enable_caches(configs: Iterable[Any]) -> None:
     """Turn the key-value caches of these configs on again."""
     for config in configs:
         config.use_cache = True
+
+
+_withheld: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # configs that boosts have turned off
+
+
+def withhold_caches(model: nn.Module) -> list[Any]:
+    """Like `disable_caches`, for as long as the model exists. Also returns the configs of earlier calls: if the model
+    is boosted again, or a boost has failed, they contain pipeshard's setting, not the user's."""
+    withheld = _withheld.setdefault(model, [])
+    withheld += disable_caches(model)
+    return withheld
 
 
 def is_cache(value: Any) -> bool:

@@ -49,7 +49,7 @@ from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import without_gradients
 from pipeshard.graph.units import containers, find_units, paths_of
-from pipeshard.hf import disable_caches, lone_losses
+from pipeshard.hf import lone_losses, withhold_caches
 from pipeshard.schedule.program import Program, forward_only
 from pipeshard.slices.refusals import refuse_cacheless, refuse_padding
 from pipeshard.split.initialize import InitWeights
@@ -143,7 +143,7 @@ class Pipeline:
         refuse_compiled(model, units)
         refuse_recomputed(model, containers(model, units), is_boosted=False)
         self.cuts = Cuts(config, model)
-        self.cached = disable_caches(model)  # configs whose use_cache is restored later
+        self.cached = withhold_caches(model)  # configs whose use_cache is restored later
         row_dims = RowDims(model, config.batch_dims)
         self.reader = Reader(row_dims, self.cuts.microbatches, self.cuts.is_several, grid, self.precision)
         sample = self.reader.settle(sample)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -123,6 +126,28 @@ def boosted_again(model: nn.Module, name: str) -> None:
     assert again.config.use_cache == (name != "t5")
     expected = dict(unsplit.model.named_parameters())
     assert all(torch.allclose(p, expected[key], rtol=0, atol=1e-5) for key, p in again.named_parameters())
+
+
+def caches_of_attempts(folder: Path) -> list[bool]:
+    """`use_cache` of what two boosts of one model return and save, after a boost that failed in its trace."""
+    data, found = zoo.batch("gpt2"), []
+    model: Any = zoo.build("gpt2")
+    with mock.patch("pipeshard.engine.engine.divided", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        Split(model, 1, data, num_microbatches=2)
+    for attempt in range(2):
+        split = Split(model, 1, data, num_microbatches=2)
+        found.append(to_sequential(split.model).config.use_cache)
+        split.booster.save_model(split.model, str(folder / str(attempt)), shard=True)
+        found.append(json.loads((folder / str(attempt) / "config.json").read_text())["use_cache"])
+        assert not model.config.use_cache
+    return found
+
+
+@pytest.mark.turns
+def test_a_model_that_is_boosted_again_keeps_its_use_cache(pool: Pool, tmp_path: Path) -> None:
+    """Boost turns caches off. A notebook's cell that ran again, or after an interrupt, took this for the user's
+    setting, and wrote it to the config."""
+    assert pool.run(caches_of_attempts, 1, tmp_path) == [[True] * 4]
 
 
 @pytest.mark.turns
