@@ -4,12 +4,13 @@ import logging
 import signal
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipeshard.checkpoint.training_state import (
     check_complete,
     check_contents,
-    check_parts,
+    check_loader,
     has_step,
     load_training_state,
     save_training_state,
@@ -63,6 +64,8 @@ class PreemptibleJob:
     main thread can handle signals.
     """
 
+    _newest: ClassVar["weakref.ref[PreemptibleJob]"]  # the job that receives signals
+
     def __init__(self, directory: str | Path, every: int = 100, keep: int = 3) -> None:
         for name, value in (("every, a number of steps,", every), ("keep, a number of saved steps,", keep)):
             if not is_positive(value):
@@ -70,7 +73,6 @@ class PreemptibleJob:
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.step = 0  # completed steps
         self._parts: tuple[Any, Any, Any, Any] | None = None
-        self._averages: Sequence[nn.Module] = ()
         self._saved = -1  # the step of the newest state
         self._is_savable = False  # whether the states that the objects have after a step have been checked
         self._wishes: deque[int] = deque()  # append and popleft are atomic: signals may arrive at any time
@@ -79,27 +81,27 @@ class PreemptibleJob:
     @together_in("job.resume")
     def resume(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
-        averages: Sequence[nn.Module] = (),
     ) -> int:
-        """Load the newest state into the objects that `booster.boost` returned. Several optimizers or LR schedulers are
-        given as a list. `averages` are further boosted models that are saved and resumed with the model, such as an
-        average of its weights. Returns the number of completed steps, which is 0 for a new job.
+        """Load the newest state into the objects that `booster.boost` returned. Several models (the two of a GAN, or an
+        average of the weights), optimizers or LR schedulers are given as a list. Returns the number of completed steps,
+        which is 0 for a new job.
 
         Raises CheckpointError, on every rank, for a state that does not match these objects, for a directory that
         contains saved steps, but no complete one (a save that was killed leaves no step), for only some of the
-        optimizers that were boosted with the model, and for objects that could not be saved.
+        optimizers that were boosted with the models, for an optimizer of another model, and for objects that could not
+        be saved.
         """
         check_complete(model, optimizer)
-        check_parts(model, dataloader, averages)
-        self._parts, self._averages = (model, optimizer, lr_scheduler, dataloader), averages
+        check_loader(model, dataloader)
+        self._parts = model, optimizer, lr_scheduler, dataloader
         if getattr(dataloader, "num_workers", 0):
             dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)
         if any(gather_objects(has_step(self.directory), _world())):
-            self.step = self._saved = load_training_state(self.directory, *self._parts, averages=averages)
+            self.step = self._saved = load_training_state(self.directory, *self._parts)
         return self.step
 
     def step_done(self) -> None:
@@ -107,8 +109,9 @@ class PreemptibleJob:
         `optimizer.zero_grad()`.
 
         If any rank has received SIGTERM, saves and raises SystemExit with status 143 on every rank; `pipeshard launch`
-        then continues with the remaining ranks. Also raises the errors of `save`. The first call raises CheckpointError
-        for a state that could not be saved.
+        then continues with the remaining ranks. Raises UsageError if another job was created after this one, since only
+        one job receives signals. Also raises the errors of `save`. The first call raises CheckpointError for a state
+        that could not be saved.
         """
         if self._step_done() == LEAVE:
             dist.destroy_process_group()
@@ -117,6 +120,7 @@ class PreemptibleJob:
     @together_in("job.step_done")
     def _step_done(self) -> int:
         """Count a step, save if it is due or requested, and return the highest request that any rank received."""
+        self._refuse_later_job()
         parts = self._given("step_done")
         if not self._is_savable:
             check_contents(*parts)
@@ -135,7 +139,7 @@ class PreemptibleJob:
         """
         parts = self._given("save")
         if self._saved != self.step:
-            save_training_state(self.directory, self.step, *parts, self.keep, averages=self._averages)
+            save_training_state(self.directory, self.step, *parts, self.keep)
             self._saved = self.step
 
     def _given(self, call: str) -> tuple[Any, Any, Any, Any]:
@@ -154,7 +158,17 @@ class PreemptibleJob:
         handler = Handler(lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
         for number in WISHES:
             handler.install(number)
+        PreemptibleJob._newest = weakref.ref(self)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # a launcher may have blocked them
+
+    def _refuse_later_job(self) -> None:
+        if self._newest() not in (None, self):
+            raise UsageError(
+                f"another job, created after this {type(self).__name__}, receives the signals now, so SIGTERM would "
+                "save only that job's models: create one job for all models and optimizers, with "
+                "job.resume([generator, discriminator], [optimizer_g, optimizer_d]), and call step_done once in each "
+                "step"
+            )
 
 
 class ElasticJob(PreemptibleJob):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import classify
 import pipeshard
-from pipeshard import PipelinePlugin
-from pipeshard.errors import UsageError
+from pipeshard import PipelinePlugin, load_training_state, save_training_state
+from pipeshard.errors import CheckpointError, UsageError
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.pool import Pool, WorkerError
@@ -25,9 +26,12 @@ pytestmark = pytest.mark.local
 Pair = tuple[Split, Unsplit]
 
 
-def pair(booster: Booster, name: str, seed: int) -> Pair:
+def pair(booster: Booster, name: str, seed: int, dropout: float = 0.0) -> Pair:
     """A model behind a Booster that has others, too, and the same unsplit."""
     model = zoo.build(name, seed=seed)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
     unsplit, split = Unsplit(copy.deepcopy(model)), object.__new__(Split)
     split.plugin, split.booster = booster.plugin, booster
     split.model, split.optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
@@ -260,3 +264,48 @@ def adversaries(precision: str) -> float:
 def test_a_loss_of_two_plain_models_trains_both(pool: Pool, precision: str, world: int, error: float) -> None:
     """`booster.backward(bce(critic(generator(z))), opt_g)` was refused, with the advice to call booster.backward."""
     assert max(pool.run(adversaries, world, precision)) < error
+class Rivals:
+    """Two models with dropout in fp16 that train in turns, the second one twice as often; its first step overflows."""
+
+    def __init__(self, seed: int) -> None:
+        self.data = zoo.batch("gpt2", rows=4)
+        plugin = PipelinePlugin(dist.get_world_size(), num_microbatches=2, dry_run_input=self.data, precision="fp16")
+        booster = Booster(plugin=plugin)
+        self.sides = [pair(booster, "gpt2", seed + k, dropout=0.1)[0] for k in range(2)]
+        self.models, self.optimizers = [side.model for side in self.sides], [side.optimizer for side in self.sides]
+
+    def step(self, overflows: bool = False) -> list[float]:
+        losses = []
+        for side in (self.sides[0], self.sides[1], self.sides[1]):
+            losses.append(float(side.backward(self.data)["loss"]))
+            if overflows and side is self.sides[1]:
+                next(p for p in side.held.values() if p.grad is not None).grad.view(-1)[0] = float("inf")
+            side.step()
+        return [*losses, *(model.pipeline.scaling.value for model in self.models)]
+
+
+def rivals(folder: Path, use_async: bool) -> list[str]:
+    """Steps of a resumed pair of models beside an uninterrupted one, and the errors if one model's part is omitted."""
+    first = Rivals(0)
+    first.step(overflows=True)
+    save_training_state(folder, 1, first.models, first.optimizers, use_async=use_async)
+    expected = first.step()
+    second = Rivals(2)
+    assert load_training_state(folder, second.models, second.optimizers) == 1
+    found = second.step()
+    assert found == expected, (found, expected)
+    told = []
+    for models, optimizers in ((second.models, second.optimizers[0]), (second.models[0], second.optimizers)):
+        with pytest.raises(CheckpointError) as caught:
+            save_training_state(folder, 2, models, optimizers)
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("use_async", [False, True])
+def test_two_models_resume_together(pool: Pool, tmp_path: Path, use_async: bool) -> None:
+    """The models of a GAN resumed from different steps or, saved as an average of the other, one of them began with
+    the dropout of its first step and the first loss scale."""
+    for told in pool.run(rivals, 2, tmp_path, use_async):
+        assert "also boosted with AdamW" in told[0] and "belongs to another model" in told[1], told

@@ -46,6 +46,8 @@ from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.model import PipelineModel
+from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, explained, summary
 
 
@@ -93,6 +95,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 logger = logging.getLogger("pipeshard")
+OTHERS = "others"  # in a training.pt, the progress of all models but the first
 STEP = re.compile(r"step-(\d{8,})")
 HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed)")  # leftovers of killed saves
 
@@ -101,54 +104,55 @@ HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed)")  # leftovers of
 def save_training_state(
     directory: str | Path,
     step: int,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     dataloader: Any = None,
     keep: int = 3,
     use_async: bool = False,
-    averages: Sequence[nn.Module] = (),
 ) -> None:
     """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
-    the loss scale, the random states of all ranks and the position in the data. With several optimizers or LR
-    schedulers, pass a list. `average-0`, `average-1` and so on contain `averages`, further boosted models of the run,
-    such as an average of the weights. At every moment, each step is either complete or does not exist. When this step
-    is complete, all steps except the last `keep` are removed.
+    the loss scale, the random states of all ranks and the position in the data. With several models (the two of a GAN,
+    or an average of the weights), optimizers or LR schedulers, pass a list; the other models are in `model-1`,
+    `model-2` and so on. At every moment, each step is either complete or does not exist. When this step is complete,
+    all steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
-    rank's weights, averages and optimizer state. The next save waits for an unfinished background save, and raises an
+    rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an
     error if the background save failed. At exit, the process also waits for an unfinished save.
 
     Raises CheckpointError, on every rank, for an object that is not boosted, for only some of the optimizers that were
-    boosted with the model, a dataloader without `state_dict`, an invalid `step` or `keep`, a `directory` with a later
-    step (it would be mistaken for the newest), and a `directory` into which another job saves.
+    boosted with the models, an optimizer of another model, a dataloader without `state_dict`, an invalid `step` or
+    `keep`, a `directory` with a later step (it would be mistaken for the newest), and a `directory` into which another
+    job saves.
     """
-    pipeline, parent = boosted_model(model).pipeline, Path(directory)
-    optimizers = by_name(OPTIMIZER, optimizer)
+    models, optimizers = models_by_name(model), by_name(OPTIMIZER, optimizer)
+    first, parent = models[MODEL], Path(directory)
+    pipeline = first.pipeline
     check_complete(model, optimizer)
-    check_parts(model, dataloader, averages)
+    check_loader(model, dataloader)
     with together(pipeline.grid.world):
         _check_step(parent, step, keep)
     _refuse_other_number(step, pipeline, "step")
-    checkpoints = io_of(model)
+    checkpoints = io_of(first)
     checkpoints.wait()
     with together(pipeline.grid.world):
         if pipeline.grid.first:
-            lock(parent, model)
-            _refuse_other_model(parent, step, model)
+            lock(parent, first)
+            _refuse_other_model(parent, step, first)
             _remove_leftovers(parent)
-        rest = rest_of(pipeline, lr_scheduler, dataloader) if pipeline.grid.first else None
+        rest = rest_of([*models.values()], lr_scheduler, dataloader) if pipeline.grid.first else None
     random_of_ranks = random_states(pipeline.grid)
     rest = None if rest is None else rest | random_of_ranks
     target = _folder(parent, step)
     if use_async:
         finish = partial(_keep, parent, keep)
-        checkpoints.start(_planned_state(target, step, _by_folder(model, averages), optimizers, rest, finish))
+        checkpoints.start(_planned_state(target, step, models, optimizers, rest, finish))
         return
     with new_folder(target, pipeline.grid.world, mark=MANIFEST) as folder:
-        for name, each in _by_folder(model, averages).items():
+        for name, each in models.items():
             io_of(each).save_folder(each, folder / name)
         for name, boosted in optimizers.items():
             save_optimizer(boosted, folder / name, shard=True)
@@ -162,9 +166,10 @@ def save_training_state(
             _keep(parent, keep)
 
 
-def _by_folder(model: nn.Module, averages: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The models of a training state, by the names of their folders."""
-    return {MODEL: model} | {f"average-{k}": average for k, average in enumerate(averages)}
+def models_by_name(model: nn.Module | Sequence[nn.Module]) -> dict[str, PipelineModel]:
+    """The given boosted models, at least one, by their names in a training state."""
+    given: Any = model if isinstance(model, list | tuple) and model else [model]
+    return {name: boosted_model(each) for name, each in by_name(MODEL, given).items()}
 
 
 def by_name(name: str, given: Any) -> dict[str, Any]:
@@ -173,65 +178,77 @@ def by_name(name: str, given: Any) -> dict[str, Any]:
     return {f"{name}-{k}" if k else name: each for k, each in enumerate(every)}
 
 
-def check_complete(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
-    """Raise CheckpointError, on every rank, if optimizers are given, but not one that was boosted with the model and
-    updates further parameters: after a resume, it would begin with an empty state."""
-    pipeline = boosted_model(model).pipeline
-    with together(pipeline.grid.world):
+def check_complete(model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
+    """Raise CheckpointError, on every rank, if optimizers are given, but one of them belongs to a model that is not
+    given, or one is missing that was boosted with a given model and updates further parameters. After a resume, the
+    model would begin anew, or the optimizer with an empty state."""
+    models = [*models_by_name(model).values()]
+    with together(models[0].pipeline.grid.world):
         given = [boosted_optimizer(each) for each in by_name(OPTIMIZER, optimizer).values()]
-        updated = {name for each in given for name in each.names.values()}
-        others = [each for each in pipeline.gradients.optimizers if each not in given]
-        left_out = [type(each.optim).__name__ for each in others if not updated.issuperset(each.names.values())]
-        if given and left_out:
-            raise CheckpointError(
-                f"the model was also boosted with {', '.join(left_out)}, whose state would be lost on resuming: pass a "
-                "list of all its optimizers (optimizer=[muon, adamw]), in the same order when saving and loading"
-            )
+        for each in given:
+            _check_model(each, models)
+        for boosted in models if given else ():
+            _check_optimizers(boosted, given)
 
 
-def check_parts(model: nn.Module, dataloader: Any, averages: Sequence[nn.Module]) -> None:
-    """Raise CheckpointError, on every rank, for a dataloader without a position in the data, and for averages that are
-    not a list of boosted models."""
-    with together(boosted_model(model).pipeline.grid.world):
+def _check_model(optimizer: PipelineOptimizer, models: Sequence[PipelineModel]) -> None:
+    if not any(optimizer.gradients is each.pipeline.gradients for each in models):
+        raise CheckpointError(
+            f"this {type(optimizer.optim).__name__} belongs to another model, which would not be resumed: pass a list "
+            "of all models (model=[generator, discriminator]), in the same order when saving and loading"
+        )
+
+
+def _check_optimizers(model: PipelineModel, given: Sequence[PipelineOptimizer]) -> None:
+    boosted = [*model.pipeline.gradients.optimizers]
+    updated = {name for each in boosted if each in given for name in each.names.values()}
+    others = [each for each in boosted if each not in given and not updated.issuperset(each.names.values())]
+    if others:
+        names = ", ".join(type(each.optim).__name__ for each in others)
+        raise CheckpointError(
+            f"the {type(model.unwrap()).__name__} was also boosted with {names}, whose state would be lost on "
+            "resuming: pass a list of all optimizers (optimizer=[muon, adamw]), in the same order when saving and "
+            "loading"
+        )
+
+
+def check_loader(model: nn.Module | Sequence[nn.Module], dataloader: Any) -> None:
+    """Raise CheckpointError, on every rank, for a dataloader without a position in the data."""
+    with together(models_by_name(model)[MODEL].pipeline.grid.world):
         if dataloader is not None and not all(hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")):
             raise CheckpointError(
                 f"this {type(dataloader).__name__} has no state_dict with its position in the data: create it with "
                 "plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
             )
-        if not isinstance(averages, Sequence):
-            raise CheckpointError(
-                f"averages must be a list of boosted models, got a {type(averages).__name__}: pass averages=[average]"
-            )
-        for average in averages:
-            boosted_model(average)
 
 
 def check_contents(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None,
     lr_scheduler: LRScheduler | Sequence[LRScheduler] | None,
     dataloader: Any,
 ) -> None:
     """Raise CheckpointError, on every rank, if `save_training_state` could not write the states that these objects have
     after a step. Call it on all ranks."""
-    pipeline = boosted_model(model).pipeline
+    models = [*models_by_name(model).values()]
+    grid = models[0].pipeline.grid
     for each in by_name(OPTIMIZER, optimizer).values():
         check_savable(each)
-    with together(pipeline.grid.world):
-        if pipeline.grid.first:
-            rest_of(pipeline, lr_scheduler, dataloader)
+    with together(grid.world):
+        if grid.first:
+            rest_of(models, lr_scheduler, dataloader)
 
 
 def _planned_state(
     target: Path,
     step: int,
-    models: dict[str, nn.Module],
+    models: dict[str, PipelineModel],
     optimizers: dict[str, Optimizer],
     rest: dict[str, Any] | None,
     finish: Callable[[], None],
 ) -> StateSave:
     """Plan a save whose `write` and `commit` need no collectives. Call it on all ranks."""
-    pipeline = boosted_model(models[MODEL]).pipeline
+    pipeline = models[MODEL].pipeline
     world, first = pipeline.grid.world, pipeline.grid.first
     writing = hidden(target, "writing")
     with together(world):
@@ -268,31 +285,31 @@ def _keep(parent: Path, keep: int) -> None:
 @together_in("load_training_state")
 def load_training_state(
     directory: str | Path,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     dataloader: Any = None,
     step: int | None = None,
     verify: bool = True,
-    averages: Sequence[nn.Module] = (),
 ) -> int:
     """Restore the given objects to their state at `step` (by default, the newest complete step), and return this step.
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    given are not loaded. Several optimizers or LR schedulers are given as a list, in the saved order. Each rank's
-    random generators are always restored. If the sizes of the grid have changed, every rank gets the states of the
-    first rank. A background save that is still running is completed first. With `verify`, every file is compared with
-    its saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
+    given are not loaded. Several models, optimizers or LR schedulers are given as a list, in the saved order. Each
+    rank's random generators are always restored. If the sizes of the grid have changed, every rank gets the states of
+    the first rank. A background save that is still running is completed first. With `verify`, every file is compared
+    with its saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
     `step-<step>.damaged`, and an older step is loaded, with a warning.
 
     Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
     read, if the step lacks the state of a given object, if a saved state does not fit its object, if a background save
-    failed, and if only some of the optimizers that were boosted with the model are given.
+    failed, for only some of the optimizers that were boosted with the models, and for an optimizer of another model.
     """
-    pipeline, parent = boosted_model(model).pipeline, Path(directory)
+    models, parent = models_by_name(model), Path(directory)
+    pipeline = models[MODEL].pipeline
     check_complete(model, optimizer)
-    check_parts(model, dataloader, averages)
-    io_of(model).wait()  # the step that is being written may be the newest, and removes earlier steps
+    check_loader(model, dataloader)
+    io_of(models[MODEL]).wait()  # the step that is being written may be the newest, and removes earlier steps
     with together(pipeline.grid.world):
         steps = _choose(parent, step)
     _refuse_other_number(steps[0], pipeline, "newest step")
@@ -319,7 +336,7 @@ def load_training_state(
                 path.rename(path.with_name(f"{path.name}.damaged"))
     with together(pipeline.grid.world):
         rest = read_rest(folder / REST)
-        models, optimizers = _by_folder(model, averages), by_name(OPTIMIZER, optimizer)
+        optimizers = by_name(OPTIMIZER, optimizer)
         given = optimizers | by_name(SCHEDULER, lr_scheduler) | {"dataloader": dataloader} | models
         saved = rest | {name: folder / name for name in (*optimizers, *models) if (folder / name).exists()}
         missing = [name for name in given if given[name] is not None and saved.get(name) is None]
@@ -332,7 +349,7 @@ def load_training_state(
     for name, boosted in optimizers.items():
         load_optimizer(boosted, folder / name)
     with together(pipeline.grid.world):
-        restore_rest(pipeline, rest, lr_scheduler)
+        restore_rest([*models.values()], rest, lr_scheduler)
         set_random_state(own_random_state(rest, pipeline.grid))
     return chosen
 
@@ -374,7 +391,7 @@ def _refuse_other_model(parent: Path, step: int, model: nn.Module) -> None:
         if other() is not None:
             raise CheckpointError(
                 f"another model of this process has saved step {step} to {parent}, and this save would replace it: "
-                f"use a separate directory for each model, such as {parent / 'average'}"
+                f"save both in one call, with a list (model=[model, other]), or use a separate directory"
             )
     _latest[parent.resolve()] = step, weakref.ref(model)
 
@@ -424,33 +441,43 @@ def _choose(parent: Path, step: int | None) -> list[int]:
     )
 
 
-def rest_of(pipeline: Pipeline, lr_scheduler: Any, dataloader: Any = None) -> dict[str, Any]:
-    """The content of training.pt: a training state without the model and the optimizer. Raises CheckpointError for a
+def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, dataloader: Any = None) -> dict[str, Any]:
+    """The content of training.pt: a training state without the weights and the optimizers. Raises CheckpointError for a
     state that `read_rest` could not read."""
 
     def state_of(part: Any) -> Any:
         return None if part is None else plain(part.state_dict(), f"this {type(part).__name__}")
 
+    first, *others = (_progress(model.pipeline) for model in models)
+    schedulers = {name: state_of(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
+    parts = {"random": random_state(), "dataloader": state_of(dataloader), SCHEDULER: None, **schedulers}
+    return first | parts | {OTHERS: others}
+
+
+def restore_rest(models: Sequence[PipelineModel], rest: dict[str, Any], lr_scheduler: Any) -> None:
+    """Restore the result of `rest_of`, except the dataloader and the random generators."""
+    for name, scheduler in by_name(SCHEDULER, lr_scheduler).items():
+        scheduler.load_state_dict(rest[name])
+    for model, progress in zip(models, (rest, *rest.get(OTHERS, ()))):
+        _continue(model.pipeline, progress)
+
+
+def _progress(pipeline: Pipeline) -> dict[str, Any]:
+    """What the steps of one model depend on, apart from its tensors."""
     return {
         "steps": pipeline.steps,
         "forwards": pipeline.forwards,
         "model": pipeline.policy.replay.randomness.model,
-        "random": random_state(),
         "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
-        "dataloader": state_of(dataloader),
-        SCHEDULER: None,
-    } | {name: state_of(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
+    }
 
 
-def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: Any) -> None:
-    """Restore the result of `rest_of`, except the dataloader and the random generators."""
-    for name, scheduler in by_name(SCHEDULER, lr_scheduler).items():
-        scheduler.load_state_dict(rest[name])
-    pipeline.steps, pipeline.forwards = rest["steps"], rest.get("forwards", 0)
+def _continue(pipeline: Pipeline, progress: dict[str, Any]) -> None:
+    pipeline.steps, pipeline.forwards = progress["steps"], progress.get("forwards", 0)
     randomness = pipeline.policy.replay.randomness  # a resumed script may have boosted fewer models before this one
-    randomness.model = rest.get("model", randomness.model)
-    if pipeline.scaling is not None and rest.get("loss_scale"):
-        pipeline.scaling.load_state_dict(rest["loss_scale"])
+    randomness.model = progress.get("model", randomness.model)
+    if pipeline.scaling is not None and progress.get("loss_scale"):
+        pipeline.scaling.load_state_dict(progress["loss_scale"])
 
 
 def read_rest(file: Path) -> dict[str, Any]:
@@ -460,11 +487,9 @@ def read_rest(file: Path) -> dict[str, Any]:
     with explained(  # generators may raise anything for an invalid state
         lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
     ):
-        counts = ("steps", rest["steps"]), ("forwards", rest.get("forwards", 0)), ("model", rest.get("model", 0))
-        for key, count in counts:
-            if not isinstance(count, int) or count < 0:
-                raise ValueError(f"{key} must be a non-negative integer")
-        for key in ("dataloader", "loss_scale", *(key for key in rest if key.startswith(SCHEDULER))):
+        for progress in (rest, *rest.get(OTHERS, ())):
+            _check_progress(progress)
+        for key in ("dataloader", *(key for key in rest if key.startswith(SCHEDULER))):
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")
         ranks = rest.get("ranks", [])
@@ -473,6 +498,14 @@ def read_rest(file: Path) -> dict[str, Any]:
         for state in (rest["random"], *ranks):
             check_random_state(state)
     return rest
+
+
+def _check_progress(progress: dict[str, Any]) -> None:
+    for key, count in ("steps", progress["steps"]), *((key, progress.get(key, 0)) for key in ("forwards", "model")):
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"{key} must be a non-negative integer")
+    if not isinstance(progress.get("loss_scale"), dict | None):
+        raise TypeError("loss_scale must be a dict")
 
 
 def _remove_leftovers(parent: Path) -> None:

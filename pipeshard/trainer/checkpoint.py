@@ -100,7 +100,7 @@ def save_state(
         save_optimizer(optimizer, made / OPTIMIZER, shard=True)
         if grid.first:
             with writes(made / REST):
-                torch.save({**rest_of(model.pipeline, lr_scheduler), **random}, made / REST)
+                torch.save({**rest_of([model], lr_scheduler), **random}, made / REST)
     with together(grid.world):
         others = before.items() & stamps(folder).items() if grid.first else ()
     seal(folder, step, model.pipeline.num_stages, grid.world, others={name for name, _ in others})
@@ -115,7 +115,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
     with together(grid.world):
         rest = read_rest(folder / FOLDER / REST)
-        restore_rest(model.pipeline, rest, lr_scheduler)
+        restore_rest([model], rest, lr_scheduler)
         if grid.first:
             for file in folder.glob(RANDOM):  # unused; may be partial, as no rank waits for its write
                 if not zipfile.is_zipfile(file):
