@@ -22,6 +22,7 @@ from pipeshard.errors import PipeshardError, TraceError, explained, summary
 from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.foreign import refuse_foreign
+from pipeshard.graph.forward_error import forward_error
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.preserve import as_trained
@@ -139,19 +140,8 @@ class Tracer:
                 refuse_packed(self.model, call.unit, call.parts, error)
             if isinstance(error, TraceError):
                 raise
-            shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
-            last = f" after unit {self.calls[-1].unit}" if self.calls else ""
-            remedy = (
-                f"The shapes in the batch are {shapes}. If the model takes other inputs, pass dry_run_input=<a batch>. "
-                "If an input's batch dimension is not the first, pass batch_dims={<name>: <dimension>}"
-            )
-            if "Triton" in str(error):
-                remedy = (
-                    "A trace cannot run a Triton kernel between units, such as a fused loss: turn off these kernels "
-                    "(Liger's with fused_linear_cross_entropy=False, cross_entropy=False); those in layers may stay"
-                )
-            failed = f"tracing {type(self.model).__name__} failed{last}: {summary(error)}"
-            raise TraceError(f"{failed}. {remedy}") from error
+            last_unit = self.calls[-1].unit if self.calls else ""
+            raise forward_error(self.model, batch, last_unit, error) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
         with explained(

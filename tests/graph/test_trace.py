@@ -302,6 +302,29 @@ def test_a_failing_forward_names_the_batch() -> None:
         trace(Glued(), {"input_ids": torch.zeros(2, 3, dtype=torch.int64)})
 
 
+class TakesWhole(Glued):
+    """Takes the whole batch as one argument."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return super().forward(batch["input_ids"], batch["labels"])
+
+
+@pytest.mark.parametrize(
+    ("make", "unknown", "right"),
+    [
+        (Glued, "weights", {**batch(), "criterion.weights": torch.ones(2)}),
+        (TakesWhole, "input_ids and labels and weights", ({**batch(), "weights": torch.ones(2)},)),
+    ],
+)
+def test_keys_that_the_forward_does_not_take_are_named(make: type[nn.Module], unknown: str, right: Any) -> None:
+    """The remedy was another input or dimension: labels for the criterion alone, or one dict for a forward, are what
+    users of their own modules try first."""
+    remedy = rf"does not take {unknown}\. .*name it 'criterion\.weights'.*let the dataloader return \(batch,\)"
+    with pytest.raises(TraceError, match=remedy):
+        trace(make(), {**batch(), "weights": torch.ones(2)})
+    assert trace(make(), right).calls
+
+
 @pytest.mark.parametrize(
     "criterion",
     [lambda out, data: out["logits"], lambda out, data: 3.0, lambda out, data: None],
