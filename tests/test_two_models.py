@@ -264,6 +264,8 @@ def adversaries(precision: str) -> float:
 def test_a_loss_of_two_plain_models_trains_both(pool: Pool, precision: str, world: int, error: float) -> None:
     """`booster.backward(bce(critic(generator(z))), opt_g)` was refused, with the advice to call booster.backward."""
     assert max(pool.run(adversaries, world, precision)) < error
+
+
 class Rivals:
     """Two models with dropout in fp16 that train in turns, the second one twice as often; its first step overflows."""
 
