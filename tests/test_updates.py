@@ -530,6 +530,30 @@ def test_groups_of_what_a_rank_trains_are_compared(pool: Pool, late: bool) -> No
     pool.run(trained_of_a_rank, 2, late, timeout=120)
 
 
+def rates_of_ranks(kind: str) -> list[str]:
+    """What is told of an optimizer of what a rank trains: with a rate of the rank, or with rates of layers."""
+    sides, told = Sides({}, verify=False), listening()
+    trained = [parameter for parameter in sides.model.parameters() if parameter.requires_grad]
+    rates = {
+        "of the rank": [0.1 + 0.1 * dist.get_rank()] * 2,
+        "of layers": [0.1 + 0.2 * dist.get_rank(), 0.2 + 0.2 * dist.get_rank()],
+        "of the loop": [0.1, 0.2],
+    }[kind]
+    made = [{"params": part, "lr": lr} for part, lr in zip((trained[1:], trained[:1]), rates, strict=True)]
+    sides.engine.boost(sides.engine.model, torch.optim.SGD(made))
+    return [text for text in told if "every group" in text]
+
+
+@pytest.mark.processes
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["of the rank", "of layers", "of the loop"])
+def test_a_rate_that_each_rank_has_for_itself_is_warned_of(pool: Pool, kind: str) -> None:
+    """A rate that a loop computed from the number of parameters on a rank trained the stages differently, silently."""
+    first, second = pool.run(rates_of_ranks, 2, kind)
+    assert second == [] and len(first) == (kind == "of the rank")
+    assert all("lr of every group of SGD is 0.1 on rank 0 (stage 0), but 0.2 on rank 1" in text for text in first)
+
+
 @pytest.mark.turns
 def test_groups_of_a_stage_and_schedules_are_exact(pool: Pool) -> None:
     """Groups may differ between ranks in what they hold, and in their options where they are other groups."""

@@ -27,7 +27,7 @@ from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.states import States, converted, filled
 from pipeshard.engine.step_guard import GUARD
-from pipeshard.engine.updates import options_of
+from pipeshard.engine.updates import options_of, warn_of_ranks
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.garbage import weak
 from pipeshard.private import global_step_pre_hooks
@@ -271,7 +271,9 @@ class PipelineOptimizer(Optimizer):
         same. Call it on all ranks."""
         groups = zip(self.optim.param_groups, self.given, self.options)
         own = [(options_of(group, keys), sorted(names)) for group, names, keys in groups]
-        for told in gather_objects(own, self.grid.world):
+        of_ranks = gather_objects(own, self.grid.world)
+        warn_of_ranks([[options for options, _ in told] for told in of_ranks], type(self.optim), self.grid)
+        for told in of_ranks:
             for k, ((options, _), (others, names)) in enumerate(zip(own, told)):
                 if options == others:
                     self.given[k] |= frozenset(names)

@@ -363,6 +363,16 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
     return ""
 
 
+def warn_of_ranks(told: Sequence[Sequence[Mapping[str, Any]]], kind: type[Optimizer], grid: Grid) -> None:
+    """Warn if an option has one value in all groups of each rank, but not on all ranks: a loop may have computed it
+    from the parameters of its rank. `told` are the options of each rank's groups."""
+    pairs = [(of_rank[0], options) for of_rank in told for options in of_rank]
+    keys = [key for key in told[0][0] if all(_is_close(options.get(key), one.get(key)) for one, options in pairs)]
+    options = [{f"every group of {kind.__name__} 0": {key: of_rank[0][key] for key in keys}} for of_rank in told]
+    if grid.first and (problem := options_problem(options, grid.named)):
+        logger.warning("%s", problem)
+
+
 def drops_problem(told: Sequence[Told], named: Any) -> str:
     """A message if one rank has cleared its gradients and another rank has kept them, otherwise ""."""
     having = [(rank, each.dropped) for rank, each in enumerate(told) if each.is_graded]
