@@ -35,6 +35,9 @@ from pipeshard.private import global_step_pre_hooks
 MODES = "train", "eval"  # methods of schedule-free optimizers that write other values to the weights
 OF_RANK = "parameters_of_rank"  # key in a state dict: for each group, the names of the parameters that a rank updates
 
+# For each inner optimizer, the PipelineOptimizer that wrapped it last: a cell of a notebook may boost it again.
+_newest: weakref.WeakKeyDictionary[Optimizer, "weakref.ref[PipelineOptimizer]"] = weakref.WeakKeyDictionary()
+
 
 class PipelineOptimizer(Optimizer):
     """Restricts the groups of `optim`, including groups that are added later, to the parameters that this rank trains.
@@ -84,6 +87,7 @@ class PipelineOptimizer(Optimizer):
         for method in (self.add_param_group, self.zero_grad):
             own = MethodType(getattr(type(optim), method.__name__), weakref.proxy(optim))
             setattr(optim, method.__name__, weak(method, own))
+        _newest[optim] = weakref.ref(self)
         self._is_made = True
 
     def __getattr__(self, name: str) -> Any:
@@ -288,13 +292,14 @@ class PipelineOptimizer(Optimizer):
 
     def _fresh(self) -> dict[Tensor, str]:
         """Return the parameters, with their names, that were added to the groups since the last `_narrow`. Raises
-        ConfigurationError for a parameter that is not in the model."""
+        ConfigurationError for a parameter that is not in the model, and UsageError if it is from an earlier boost."""
         names: dict[Tensor, str] = {}
         for k, group in enumerate(self.optim.param_groups):
             for parameter in group["params"]:
                 if parameter in self.names:
                     continue
                 if parameter not in self.gradients.names:
+                    self._refuse_boosted()
                     raise ConfigurationError(
                         f"group {k} of the optimizer contains a parameter of shape {tuple(parameter.shape)} that is "
                         "not in the model, so no stage would train it. Does it belong to another model, or to the "
@@ -303,6 +308,14 @@ class PipelineOptimizer(Optimizer):
                     )
                 names[parameter] = self.gradients.names[parameter]
         return names
+
+    def _refuse_boosted(self) -> None:
+        """Raise UsageError if another PipelineOptimizer has put its master weights into the groups."""
+        if self.optim in _newest and _newest[self.optim]() is not self:
+            raise UsageError(
+                f"this {type(self.optim).__name__} was already boosted: pass the model and the optimizer that boost "
+                "returned, or create both again"
+            )
 
     def _updates(self, weight: MasterWeight) -> bool:
         return weight.owner in (None, self.grid.replica)
@@ -329,8 +342,9 @@ class PipelineOptimizer(Optimizer):
 
     def refuse_alone(self, kind: str) -> None:
         """Raise UsageError if an optimizer of class `kind` (the inner optimizer, or one that it contains) steps outside
-        this object's `step`, although the update needs clipping, unscaling or synchronization."""
-        if not self.is_stepping and (self._shares or not self.is_plain):
+        the `step` of the newest PipelineOptimizer, although the update needs clipping, unscaling or synchronization."""
+        newest = _newest[self.optim]() or self
+        if not (self.is_stepping or newest.is_stepping) and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "
                 "call step() on the optimizer that booster.boost(...) returned"

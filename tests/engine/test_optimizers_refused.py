@@ -14,6 +14,7 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
+import pipeshard
 from pipeshard import PipelinePlugin
 from pipeshard.engine.optimizer_trial import SPARED, gap
 from pipeshard.errors import ConfigurationError, UsageError
@@ -230,6 +231,39 @@ def test_optimizers_of_another_model(pool: Pool) -> None:
     for first, second in pool.run(not_of_this_model, 2):
         assert "this SGD is not an optimizer that booster.boost returned" in first and "pass the optimizer" in first
         assert "was boosted with another model" in second
+
+
+def boosted_alone(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+    options = {"pp_size": 1, "num_microbatches": 2, "dry_run_input": data(), "verify": False, **options}
+    return pipeshard.initialize(model, optimizer, **options)
+
+
+def updated(again: bool) -> list[Tensor]:
+    """The parameters after a step with a limit of the norm; `again` boosts the same objects twice."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    kept = [boosted_alone(model, optimizer, max_norm=1e-3) for _ in range(1 + again)]
+    kept[-1].execute_pipeline(iter([data()]))
+    kept[-1].optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def narrowed_twice(options: dict[str, Any]) -> None:
+    model = Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    boosted_alone(model, optimizer, **options)
+    boosted_alone(model, optimizer, **options)
+
+
+@pytest.mark.turns
+def test_a_cell_that_boosts_the_same_objects_again(pool: Pool) -> None:
+    """With one stage, the optimizer of a notebook was boosted twice: the clip of the first boost refused the second's
+    step, and its master weights were said to belong to another model."""
+    ((once, twice),) = zip(pool.run(updated, 1, False), pool.run(updated, 1, True), strict=True)
+    assert all(map(torch.equal, once, twice))
+    (told,) = pool.run_expecting(UsageError, narrowed_twice, 1, {"precision": "bf16"})
+    assert "this SGD was already boosted: pass the model and the optimizer that boost returned, or create both" in told
 
 
 def gap_to(alone: nn.Module, model: nn.Module) -> float:
