@@ -454,6 +454,7 @@ class PipelineConfig:
         """Refuse `compile` for a schedule that computes weight gradients separately."""
         if self.compile:
             raise ConfigurationError(
-                f"compile={self.compile!r} is not supported with schedule={schedule!r}: a compiled backward cannot "
-                "skip its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
+                f"compile={self.compile!r} is not supported with schedule={schedule!r}, which may compute weight "
+                "gradients separately: a compiled backward computes them together with the input gradients. Use "
+                "schedule='1f1b', 'interleaved' or 'gpipe'"
             )

@@ -152,8 +152,8 @@ class PreemptibleJob:
         if threading.current_thread() is not threading.main_thread():
             kind = type(self).__name__
             raise UsageError(
-                f"a {kind} was created outside the main thread, but only that thread handles signals: create it in the "
-                "main thread"
+                f"{kind} was created outside the main thread, but Python handles signals only in the main thread: "
+                f"create the {kind} there"
             )
         handler = Handler(lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
         for number in WISHES:

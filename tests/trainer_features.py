@@ -182,11 +182,11 @@ METRICS: Callable[[str], dict[str, Any]] = lambda folder: {"compute_metrics": fi
 FEATURES: dict[str, Feature] = {
     "`per_device_train_batch_size`, `max_steps`": Feature({"per_device_train_batch_size": 4}),
     "`gradient_accumulation_steps`: each batch is a microbatch": Feature({"gradient_accumulation_steps": 3}),
-    "`num_microbatches` of the plugin, finer than batches": Feature(
+    "the plugin's `num_microbatches`, finer than batches": Feature(
         {"gradient_accumulation_steps": 2}, plugin={"num_microbatches": 4}
     ),
     "replicas (`dp_size`)": Feature({"gradient_accumulation_steps": 1}, ranks=4, window=2),
-    '`schedule="interleaved"` of the plugin, several chunks per rank': Feature(
+    'the plugin\'s `schedule="interleaved"`, several chunks per rank': Feature(
         {"gradient_accumulation_steps": 4}, plugin={"schedule": "interleaved", "num_model_chunks": 2}
     ),
     '`schedule="zbv"`, `"zb-h1"`, `"gpipe"`': Feature({"gradient_accumulation_steps": 4}, plugin={"schedule": "zbv"}),

@@ -200,8 +200,8 @@ def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
 
 
 def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
-    """The number of entries of each sample, from its placeholder tokens and the runs of adjacent tokens, for leaves
-    without one entry per sample."""
+    """For each leaf without one entry per sample: the number of entries of each sample, from the sample's number of
+    placeholder tokens or of runs of adjacent placeholder tokens, or () if neither determines it."""
     sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
     values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
     if is_token is None or not len(is_token) or values is None:

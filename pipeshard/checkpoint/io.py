@@ -149,7 +149,7 @@ class PipelineCheckpointIO:
     def _leading(self, boosted: PipelineModel, merge: bool = False) -> Iterator[tuple[bool, dict[str, Tensor]]]:
         """Context manager that yields whether this rank writes (only ranks in the first replica and slice write), and
         the tensors that its stage saves, with `merge` after the adapters have been merged into them. If one rank fails,
-        all ranks raise CheckpointError on exit."""
+        all ranks raise CheckpointError: on entry if computing the tensors failed, otherwise on exit."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = merged(boosted.unwrap(), owned(boosted)) if merge else owned(boosted)

@@ -24,8 +24,7 @@ from pipeshard.split.packed import is_quantized
 
 @inside_pipeshard()
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
-    """Convert the pipeline back to the unsplit model, of the architecture's own class. Call it on every rank of the
-    pipeline.
+    """Convert the pipeline back to an unsplit model of the original class. Call it on every rank of the pipeline.
 
     Returns the model on each rank. With `rank`, only that stage (of every replica) returns the model; the other stages
     return None, and allocate at most one parameter at a time. The result shares no tensors with `model`, which can

@@ -111,7 +111,8 @@ def save_training_state(
     keep: int = 3,
     use_async: bool = False,
 ) -> None:
-    """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
+    """Save the training state to the folder `directory/step-<step>` (such as `step-00000100`). Call it on all ranks,
+    between steps, after `optimizer.zero_grad()`.
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
     the loss scale, the random states of all ranks and the position in the data. With several models (the two of a GAN,

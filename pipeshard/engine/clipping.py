@@ -153,9 +153,9 @@ class ModelGradients:
         mixed = [p for p in self._mixed if p.grad is not None and bool(stored(p.grad).any())]
         if mixed:
             raise UsageError(
-                "the last training step failed after some of its microbatches, and their gradients were added to those "
-                f"of earlier steps (of {listed([*self.names_of(mixed).values()], 3)}): call "
-                "optimizer.zero_grad() or model.zero_grad(), then run all steps of this accumulation window again"
+                "the last training step failed, but some of its microbatches had already added gradients to the "
+                f"gradients of earlier steps (parameters: {listed([*self.names_of(mixed).values()], 3)}): call "
+                "optimizer.zero_grad() or model.zero_grad(), then repeat all steps of this accumulation window"
             )
         self._mixed = []
 

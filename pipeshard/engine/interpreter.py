@@ -29,7 +29,7 @@ class Interpreter:
     the P2P does not report whether sends have completed, at most `MAX_PENDING_SENDS` sends are pending.
 
     `placement[s]` is the rank of stage s; `timeline` contains the times of the last run. Under torch.profiler, each
-    action is a range with its own name.
+    action appears as a range named after the action, such as `F3@1`.
     """
 
     def __init__(self, placement: Sequence[int], p2p: P2P | None, device: torch.device) -> None:

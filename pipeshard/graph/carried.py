@@ -204,7 +204,7 @@ def run_watched(tracer: Tracer, batch: Batch, real: Batch | None, before: Before
 
 
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
-    """Return `flow`, the tracer's Dataflow for `batch`. Its `carried` lists the places of the model that have changed
+    """Return `flow`, the tracer's Dataflow for `batch`, with `carried` set to the places of the model that have changed
     since `before`. If any place has changed, the tracer runs again."""
     paths = {format_path(path): path for path in _changed(tracer.model, before)}
     if not paths:

@@ -252,8 +252,9 @@ class Kinds:
                 return replace(visited, own=self._values_of(call))
             except Exception as error:  # of any type: raised by the model's code
                 raise TraceError(
-                    f"unit {call.unit} ({type(call.module).__name__}) failed: {summary(error)} (on the meta device: "
-                    f"{summary(on_meta)}). The unit's inputs were {[describe(leaf) for leaf in call.leaves]}"
+                    f"unit {call.unit} ({type(call.module).__name__}) failed in the trace: {summary(error)} (the first "
+                    f"attempt, on the meta device, failed with: {summary(on_meta)}). The unit's inputs were "
+                    f"{[describe(leaf) for leaf in call.leaves]}"
                 ) from error
 
     def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> Kind:

@@ -194,8 +194,8 @@ def num_chunks(name: str, v: int = 1) -> int:
     """
     if name not in SCHEDULES:
         close = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigurationError(f"unknown schedule {name!r}: {hint}known schedules: {', '.join(sorted(SCHEDULES))}")
+        hint = f": did you mean {close[0]!r}?" if close else "."
+        raise ConfigurationError(f"unknown schedule {name!r}{hint} Known schedules: {', '.join(sorted(SCHEDULES))}")
     own = 2 if name in ("interleaved", *IN_A_V) else 1
     if v in (1, own) or (name == "interleaved" and v > 1):
         return max(v, own)

@@ -72,8 +72,8 @@ def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None
 
 def attention_slope(model: nn.Module) -> float:
     """Return the time that each earlier position adds to the time of a position, relative to the time of the first
-    position. This is the cost of attention scores and weighted sums of values, divided by the cost of the products with
-    all parameters. Returns 0 if the config does not contain the sizes."""
+    position: the FLOPs of attention (QK^T and the product with V) per earlier position, divided by the FLOPs of all
+    weight matrices per position (2 per parameter). Returns 0 if the config does not contain the sizes."""
     config = text_config(without_adapters(model)[1])
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())

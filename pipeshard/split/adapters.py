@@ -55,8 +55,8 @@ def refuse_changed_blank(model: nn.Module) -> None:
             raise ConfigurationError(
                 f"these parameters were {how} before boost: {listed(changed, 3)}. PipelinePlugin.from_pretrained has "
                 "created them without values, and boost loads the folder's values by name. Load the "
-                f"{type(without_adapters(model)[1]).__name__} with the from_pretrained of its own class, which reads "
-                f"all weights in every process{instead}"
+                f"{type(without_adapters(model)[1]).__name__} with its own class's from_pretrained, which reads all "
+                f"weights in every process{instead}"
             )
 
 
@@ -65,10 +65,11 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
     which boost does not load the folder."""
     if (noted := _noted(model)) and not getattr(model, "_pretrained", None):
         raise ConfigurationError(
-            f"parameters belong to a model of PipelinePlugin.from_pretrained: {listed([*noted], 3)}. Boost loads the "
-            f"folder only if you boost that model, not a {type(model).__name__}, in which they would be initialized "
-            "randomly. Load that model with the from_pretrained of its own class, which reads all weights in every "
-            "process, or pass init_weights=False to the plugin and load all weights with booster.load_model"
+            f"PipelinePlugin.from_pretrained created these parameters without values: {listed([*noted], 3)}. Boost "
+            "loads the checkpoint only if you boost the model that from_pretrained returned; inside "
+            f"{type(model).__name__}, they would be initialized randomly. Load that model with its own class's "
+            "from_pretrained, which reads all weights in every process, or pass init_weights=False to the plugin and "
+            "load all weights with booster.load_model"
         )
 
 
@@ -77,10 +78,10 @@ def refuse_blank(model: nn.Module) -> None:
     folder."""
     if noted := _noted(model):
         raise ConfigurationError(
-            f"parameters belong to a model of PipelinePlugin.from_pretrained: {listed([*noted], 3)}. Only boost loads "
-            "the folder's weights; this target would train random weights instead. Load the model with the "
-            "from_pretrained of its own class, which reads all weights in every process, or build it with "
-            "target='colossalai'"
+            f"PipelinePlugin.from_pretrained created these parameters without values: {listed([*noted], 3)}. This "
+            "target would initialize them randomly, because only boost loads the checkpoint. Load the model with its "
+            "own class's from_pretrained, which reads all weights in every process, or use target='colossalai', which "
+            "calls boost"
         )
 
 

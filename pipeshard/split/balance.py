@@ -42,11 +42,12 @@ def balance(
         asked, remedy = f"pp_size={num_stages}", f"pp_size <= {len(starts)}"
         chunks = num_stages // len(set(ranks or range(num_stages)))
         if chunks > 1:
-            asked = f"pp_size={num_stages // chunks} times {chunks} stages per rank"
+            asked = f"the {num_stages} of pp_size={num_stages // chunks} with {chunks} stages per rank"
             remedy += " with schedule='1f1b', which has one stage per rank"
         raise PartitionError(
             f"the model makes {len(costs)} unit calls, which can be split into at most {len(starts)} stages, fewer "
-            f"than {asked}{why}. Use {remedy}, or pass partition=[...] with modules inside units to cut after"
+            f"than {asked}{why}. Use {remedy}, or cut inside a unit, such as a layer: pass partition=[...] with the "
+            "names of the modules to cut after"
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]

@@ -351,8 +351,8 @@ def build(module: nn.Module, seed: int) -> None:
         if parameter.is_meta and parameter._version > version:
             raise ConfigurationError(
                 f"{name} of layer {blueprint.place}, a {type(module).__name__}, was modified before the layer was "
-                "built, so the values are lost: call model.build() before you set values, or set them in a function "
-                "init_weights=fn of the plugin instead"
+                "built, so the values are lost: call model.build() before you set values, or pass a function that sets "
+                "them, PipelinePlugin(init_weights=fn)"
             )
     with explained(  # also for errors in the user's constructor
         lambda error: ConfigurationError(

@@ -234,8 +234,9 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         if (is_moved or place.kind in ("generator", "number")) and len(writers) > 1:
             raise TraceError(
                 f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} {place.name}, "
-                "but run on several stages, which have separate copies of it: give each layer its own copy, move this "
-                "code out of all layers into the model's forward, or use one stage (pp_size=1)"
+                "but they run on different stages, and each stage has its own copy, so the copies would diverge: give "
+                f"each layer its own {'generator' if place.kind == 'generator' else 'copy'}, move this code out of all "
+                "layers into the model's forward, or use one stage (pp_size=1)"
             )
 
 

@@ -60,8 +60,8 @@ class Evaluation(Trainer):
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _generated_together(self) -> AbstractContextManager[None]:
-        """Context manager in which the model's own `generate` uses the stages, since a Seq2SeqTrainer calls this
-        method."""
+        """Context manager in which the model's `generate`, which Seq2SeqTrainer calls, runs on all stages of the
+        pipeline."""
         stages = self._own_stages()
         if not hasattr(stages.module, "generate"):
             return nullcontext()

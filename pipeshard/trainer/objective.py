@@ -322,7 +322,8 @@ class Answer(Asking):
     batch.
 
     Inputs that compute_loss has `added` to the batch are compared with the inputs of the earlier call of compute_loss.
-    In a trial, only sizes are compared, since a trace that depended on values would have to be repeated for each batch.
+    In a trace or a trial, only sizes are compared: a trace that compared values would depend on them, and would have to
+    be repeated for each batch.
     """
 
     def __init__(

@@ -206,10 +206,10 @@ class PipelineAccelerator(Accelerator):
         lacking = [name for name in missing if optimizer.weights[name].parameter.grad is not None]
         if lacking := gather_lists(lacking, self.grid.world):
             raise UsageError(
-                "accelerator.clip_grad_norm_ clips all gradients by the norm of the whole model, but the given "
-                f"parameters lack {listed(lacking, 3)}: pass model.parameters(), or set "
-                "TrainingArguments(max_grad_norm=...). To clip some gradients of one stage by their own norm, pass "
-                "them to torch.nn.utils.clip_grad_norm_"
+                "accelerator.clip_grad_norm_ clips all gradients by the norm of the whole model, but the parameters "
+                f"that you passed do not include {listed(lacking, 3)}: pass model.parameters(), or set "
+                "TrainingArguments(max_grad_norm=...). To clip the gradients of some parameters of one stage by their "
+                "own norm, pass these parameters to torch.nn.utils.clip_grad_norm_"
             )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

@@ -223,8 +223,8 @@ class Loop(Evaluation):
             )
         if self._held:
             raise UsageError(
-                f"{len(self._held)} batches of a gradient accumulation window were not trained, because a callback "
-                "ended the epoch in on_substep_end: end it in on_step_end instead"
+                f"{len(self._held)} batches of a gradient accumulation window were not used for training, because a "
+                "callback ended the epoch in on_substep_end: set control.should_epoch_stop in on_step_end instead"
             )
         self._left = None  # the optimizer has stepped since; training_step may skip the window's first batch
         self._refuse_unsavable()
@@ -439,8 +439,8 @@ class Front:
         return self._loader
 
     def _completed(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the training_step of the user's class, once per batch of a window. Raises UsageError if it changes
-        parameters or gradients."""
+        """Call the training_step of the user's class, once per batch of a window. Raises UsageError if training_step
+        changes parameters or gradients, and a window has several batches."""
         loss = step(*args, **kwargs)
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
         if self._held and self.accelerator.sync_gradients:  # type: ignore[attr-defined]

@@ -192,7 +192,8 @@ def _dropped() -> nn.Parameter:
 
 
 def _check_alike(model: nn.Module, built: nn.Module) -> None:
-    """Raise Unlike if a rebuilt model has different modules, parameters or ties."""
+    """Raise Unlike if `built`, a smaller copy of `model`, has a new module or parameter, lacks a kind of module, ties
+    different weights, or differs in the class of a module or the ndim of a parameter."""
     theirs, own = dict(model.named_modules()), dict(built.named_modules())
     for path, module in own.items():
         if path not in theirs or type(theirs[path]) is not type(module):

@@ -349,8 +349,8 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
 
 def moves(before: Copies, whole: Copies, parts: Copies, m: int) -> bool:
     """Whether a counter (an integer of a module or the criterion) or a buffer depends on the number of microbatches.
-    `whole` has run one forward of a batch, and `parts` has run the batch's m microbatches. The loss of these runs need
-    not depend on the counter or buffer."""
+    `whole` has run one forward of a batch, and `parts` has run the batch's m microbatches. A counter or buffer is also
+    detected if the loss of these runs does not depend on it."""
     start, of_whole, of_parts = (_counters(own) for own in (before, whole, parts))
     if any(of_parts.get(place, n) - n == m * (of_whole.get(place, n) - n) != 0 for place, n in start.items()):
         return True

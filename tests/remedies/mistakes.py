@@ -376,13 +376,13 @@ BOOSTS = {
     ),
     "one unit": Remedy(
         (ERRORS + "`PartitionError`: more stages than units",),
-        r"Use pp_size <= 1, or pass partition=\[...\] with modules inside units to cut after",
+        r"Use pp_size <= 1, or cut inside a unit.* pass partition=\[...\] with the names of the modules to cut after",
         Training(Single, batches=numbers),
         (Training(Single, {"partition": ["only.a"]}, batches=numbers),),
     ),
     "two units, four stages": Remedy(
         (ERRORS + "`PartitionError`: more stages than units",),
-        "pp_size=2 times 2 stages per rank.* Use pp_size <= 2 with schedule='1f1b'",
+        "fewer than the 4 of pp_size=2 with 2 stages per rank.* Use pp_size <= 2 with schedule='1f1b'",
         Training(lambda: Net(0), {"schedule": "zbv"}),
         (Training(lambda: Net(0), {"schedule": "1f1b"}),),
     ),

@@ -57,9 +57,9 @@ def test_1f1b_alternates_after_its_warmup() -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"did you mean '1f1b'.*known schedules: 1f1b, gpipe"):
+    with pytest.raises(ConfigurationError, match=r"'1F1B1': did you mean '1f1b'\? Known schedules: 1f1b, gpipe"):
         make_program("1F1B1", 2, 2)
-    with pytest.raises(ConfigurationError, match="unknown schedule 'zzz': known schedules"):
+    with pytest.raises(ConfigurationError, match=r"unknown schedule 'zzz'\. Known schedules"):
         make_program("zzz", 2, 2)
 
 
