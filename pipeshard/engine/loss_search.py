@@ -56,7 +56,9 @@ AUXILIARY = (
 )
 LOSS_REMEDY = (
     "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
-    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), or use one microbatch"
+    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), for a sum of several "
+    "means return sums divided by the counts of the whole batch (0-d tensors in the batch, such as "
+    "batch['criterion.tokens'] = torch.tensor(n)), or use one microbatch"
 )
 
 

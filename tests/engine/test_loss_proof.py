@@ -253,6 +253,48 @@ def test_a_sum_and_a_count_are_exact(pool: Pool) -> None:
     assert pool.run(counting, 2) == [[], []]
 
 
+def two_means(out: Any, batch: Any) -> Tensor:
+    return tagging()(out, batch) + 0.1 * out["logits"].logsumexp(-1).square().mean()
+
+
+def two_sums(out: Any, batch: Any) -> Tensor:
+    entropies, z = tagging(reduction="sum")(out, batch), out["logits"].logsumexp(-1).square().sum()
+    return entropies / batch["criterion.tokens"] + 0.1 * z / batch["criterion.positions"]
+
+
+def summing_means() -> list[str]:
+    """Where a sum of means differs from the unsplit batch's, if its counts are in the batch."""
+    torch.manual_seed(0)
+    model, found = Tagger(), []
+    unsplit = copy.deepcopy(model)
+    for seed in range(4):
+        batch = tokens(seed=seed)
+        batch["labels"][1, seed:], batch["labels"][3] = -100, -100
+        counts = {"tokens": (batch["labels"] != -100).sum(), "positions": torch.tensor(batch["labels"].numel())}
+        batch |= {f"criterion.{name}": count for name, count in counts.items()}
+        if seed == 0:
+            split = Split(model, dist.get_world_size(), batch, num_microbatches=4)
+            with pytest.raises(ConfigurationError, match=r"sum of several means return sums divided by the counts"):
+                split.booster.execute_pipeline(iter([batch]), split.model, two_means, split.optimizer)
+        expected = two_means(unsplit(batch["ids"]), batch)
+        expected.backward()
+        loss = split.booster.execute_pipeline(iter([batch]), split.model, two_sums, split.optimizer)["loss"]
+        error = max(gradient_error(split, unsplit), abs(float(loss / expected.detach()) - 1))
+        if not error < 1e-6:
+            found.append(f"step {seed}: {error}")
+        split.optimizer.zero_grad()
+        unsplit.zero_grad()
+    flows = split.model.pipeline.traces._flows
+    of_sums = sum(len(of_mode) for mode, of_mode in flows.items() if mode[0] == key_of(two_sums))
+    return found if of_sums == 1 else [*found, f"it was traced {of_sums} times"]
+
+
+@pytest.mark.turns
+def test_a_sum_of_means_is_exact_with_the_counts_of_the_batch(pool: Pool) -> None:
+    """Distillation and z-losses have two counts, which no pair (sum, count) can express; the refusal named no way."""
+    assert pool.run(summing_means, 2) == [[], []]
+
+
 def refusals() -> list[str]:
     """What is refused in a step, on every rank, before anything is changed; afterwards steps go on."""
     torch.manual_seed(0)
