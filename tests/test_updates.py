@@ -237,6 +237,25 @@ def test_what_changes_each_gradient_alone_is_exact_and_silent(pool: Pool, name: 
         assert pool.run(exact, 2, name, False, {"dp_size": 2}, timeout=120) == [[], []]
 
 
+def scales_one_stage() -> None:
+    """Constant factors on one stage's gradients, in steps of which the first overflows."""
+    sides, step = Sides({}, sgd, precision="fp16"), 0
+    sides.model.head.weight.register_hook(lambda gradient: gradient * (torch.inf if step == 0 else 1.0))
+    for step in range(5):
+        sides.split_loss(sides.batches(step))
+        one_stage(sides.model, sides.optimizer)
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+        assert sides.optimizer.skipped == (step == 0)
+
+
+@pytest.mark.turns
+def test_factors_of_a_skipped_step_are_forgotten(pool: Pool) -> None:
+    """The factors of a step that overflowed were multiplied by those of the next: they seemed to change from update to
+    update, as if they came from a norm, and every rank raised UsageError."""
+    pool.run(scales_one_stage, 2, timeout=120)
+
+
 def adds_noise(model: Any, optimizer: Any) -> None:
     for gradient in gradients(of_optimizer(optimizer)):
         gradient.add_(torch.randn_like(gradient), alpha=0.01)

@@ -230,6 +230,8 @@ class ModelGradients:
                 self.norm, self.norm_type = self.total(2.0), 2.0
             if self.scaling is not None:
                 self.overflow = self.norm is not None and not bool(torch.isfinite(self.norm))
+                if self.overflow:
+                    self.updates.skipped()
                 self._rescale(1.0)
                 self.scaling.update(self.overflow)
             if is_clipped:

@@ -189,6 +189,10 @@ class Updates:
         self._note(self._added)
         self._added = None
 
+    def skipped(self) -> None:
+        """Record that all ranks skip the update with the current gradients."""
+        self._factor = 1.0
+
     def hooks_begin(self, parameters: Iterable[Tensor], has_hooks: bool) -> None:
         """Record the gradients before the inner optimizer's step calls its hooks."""
         is_needed = has_hooks and self.grid.size > 1
