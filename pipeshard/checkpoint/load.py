@@ -172,7 +172,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
         if draw_missing and not has_adapters(model):
             refuse_ignored_adapters(model, path)
         source = Source(path, without_adapters(model)[1] if draw_missing else model)
-        plan = _Plan(model, source, pipeline.holdings, of_base=draw_missing, blank=pipeline.blank)
+        updated = pipeline.gradients.updated
+        plan = _Plan(model, source, pipeline.holdings, updated, of_base=draw_missing, blank=pipeline.blank)
         plan.refuse(lists=strict and not draw_missing)
         plan.refuse_untied()
     with together(pipeline.grid.world):
@@ -209,8 +210,9 @@ class _Plan:
         scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
         doubled: the first name of each weight that the architecture ties, but that the checkpoint has under two names,
             and the two pieces.
+        updated: the weights that optimizers update, or all weights if there are no optimizers.
         kept: the weights whose fp32 master weights were kept because these round to the checkpoint's values.
-        is_other: whether fp32 master weights that do not round to the checkpoint's values were replaced.
+        is_other: whether fp32 master weights in `updated` that do not round to the checkpoint's values were replaced.
         missing: the first names of the tensors that the checkpoint lacks.
         optional: the names in `missing` that the class lists in `_keys_to_ignore_on_load_missing`.
         required: the names in `missing` that are not optional, or that have no values yet.
@@ -218,7 +220,13 @@ class _Plan:
     """
 
     def __init__(
-        self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool, blank: set[str]
+        self,
+        model: nn.Module,
+        source: Source,
+        holdings: HeldParameters,
+        updated: Mapping[str, MasterWeight],
+        of_base: bool,
+        blank: set[str],
     ) -> None:
         self.whole, self.source, self.holdings = model, source, holdings
         self.model = without_adapters(model)[1] if of_base else model
@@ -244,6 +252,7 @@ class _Plan:
                     targets[first] = None
         self.conversion = Conversion(self.model, source.shapes, self.shapes)
         self.problems: list[str] = []
+        self.updated = updated or holdings.weights
         self.kept: list[MasterWeight] = []
         self.is_other = False
         self.scales = dict[str, dict[str, str]]()
@@ -400,10 +409,10 @@ class _Plan:
         elif weight is None:  # a buffer
             target.copy_(value)
         elif not weight.plain:
-            if weight.load(value.to(target.device)):
+            is_kept = weight.load(value.to(target.device))
+            if is_kept:
                 self.kept.append(weight)
-            else:
-                self.is_other |= weight.is_precise
+            self.is_other |= is_kept is False and name in self.updated
         else:
             value = value.to(target.device, target.dtype).contiguous()
             alone = value.untyped_storage().nbytes() == value.nbytes

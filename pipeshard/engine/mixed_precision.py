@@ -225,16 +225,15 @@ class MasterWeight:
         self.set_part(slice_like(value, self.parameter))
 
     @torch.no_grad()
-    def load(self, value: Tensor) -> bool:
+    def load(self, value: Tensor) -> bool | None:
         """Load this rank's shard of the full tensor `value` of a checkpoint. If the current fp32 master weight rounds
         to this shard, it is kept, since it may have been loaded with the checkpoint's optimizer state. Returns whether
-        the current values were kept."""
+        the current values were kept, or None if there is no such choice: this rank has no higher precision than the
+        model's compute dtype, or the checkpoint has it too (a save with fsdp; its optimizer states then lack it)."""
         part = slice_like(value, self.parameter).to(self.master.device)
-        is_kept = (
-            self.is_precise
-            and part.dtype is computed_in(self.parameter)
-            and torch.equal(self.master.to(part.dtype), part)
-        )
+        is_kept = None
+        if self.is_precise and part.dtype is computed_in(self.parameter):
+            is_kept = torch.equal(self.master.to(part.dtype), part)
         self.set_part(self.master.detach() if is_kept else part)
         return is_kept
 

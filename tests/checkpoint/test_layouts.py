@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 
-from pipeshard import load_training_state, save_training_state, to_sequential
+from pipeshard import PipelinePlugin, initialize, load_training_state, save_training_state, to_sequential
 from tests import zoo
+from tests.hunt.nets import H, Net, data
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, parameter_error
 
@@ -143,3 +144,53 @@ def test_a_converted_model_has_the_dtype_in_which_the_stages_compute(pool: Pool,
     model was in fp32, unlike after a run without fsdp."""
     for dtypes, loss, expected in pool.run(converted, LAYOUTS[layout][0], layout):
         assert dtypes == {torch.bfloat16} and loss == pytest.approx(expected, rel=1e-3)
+
+
+class Positioned(Net):
+    """Its own forward reads a parameter, which fsdp does not shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = torch.nn.Parameter(torch.randn(H))
+
+    def body(self, x: torch.Tensor) -> Any:
+        return super().body(x + self.position)
+
+
+def loaded_in_turn(layout: str, folder: str, parts: list[str], omits: str) -> None:
+    """A bf16 run's model and optimizer (which omits some parameters) are loaded one after the other into others."""
+
+    def fresh(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Positioned()
+        optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if name != omits], lr=0.01)
+        options = {"num_microbatches": 2, "dry_run_input": data(rows=6), "precision": "bf16", "verify": False}
+        return initialize(model, optimizer, plugin=PipelinePlugin(**LAYOUTS[layout][1], **options))
+
+    def values(engine: Any) -> list[torch.Tensor]:
+        return [p.detach().clone() for group in engine.optimizer.param_groups for p in group["params"]]
+
+    saved, engine = fresh(0), fresh(1)
+    for step in range(2):
+        saved.execute_pipeline(iter([data(step)]))
+        saved.optimizer.step()
+        saved.optimizer.zero_grad()
+    saved.save_model(saved.model, f"{folder}/model", shard=True)
+    saved.save_optimizer(saved.optimizer, f"{folder}/optimizer", shard=True)
+    for part in parts:
+        if part == "model":
+            engine.load_model(engine.model, f"{folder}/model")
+        else:
+            engine.load_optimizer(engine.optimizer, f"{folder}/optimizer")
+    assert all(map(torch.equal, values(engine), values(saved)))
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("layout", "omits"), [("wide", ""), ("stages", "head.bias")])
+@pytest.mark.parametrize("parts", [["optimizer", "model"], ["model", "optimizer"]])
+def test_a_model_is_loaded_before_or_after_its_optimizer(
+    pool: Pool, tmp_path: Path, layout: str, omits: str, parts: list[str]
+) -> None:
+    """The optimizer was loaded first. The model's files have fp32 shards with fsdp, and a parameter may be in no
+    optimizer: the model seemed to be another one, and the fp32 values of other parameters were rounded to bf16."""
+    pool.run(loaded_in_turn, 2, layout, str(tmp_path), parts, omits, timeout=120)
