@@ -182,6 +182,17 @@ class Guarded:
         return state_dict is None  # otherwise the caller's own state_dict is saved
 
 
+class Refused(Guarded):
+    """Replaces a method that no model supports of which this rank holds only a part: each call raises UsageError."""
+
+    def __init__(self, module: nn.Module, name: str, why: str) -> None:
+        super().__init__(module, name)
+        self.why = why
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(f"{self.name}: {self.why}")
+
+
 def guard(model: nn.Module) -> None:
     """In every module with ghosts, guard the methods that would otherwise fail halfway."""
     for module in model.modules():

@@ -65,6 +65,7 @@ USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mas
 TIME = "max_time"
 LAYER_CLASS = "layer_class_to_replicate"  # in a cache without a config: the class of the entries that it creates
 QUANTIZED = "_quantized_keys"  # of a cache's entry for one layer, if it quantizes its states
+CONTINUOUS = "init_continuous_batching"  # the method that all calls of continuous batching begin with
 COMPILED_CALL = "get_compiled_call"  # the method with which `generate` gets a model's compiled `__call__`
 
 # RoPE types whose frequencies depend on the greatest position in the batch if it exceeds a limit, and the config fields

@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from pipeshard import PipelinePlugin, initialize
+from pipeshard import PipelinePlugin, initialize, to_sequential
 from pipeshard.batch.read import read_batch
 from pipeshard.engine.coupling import Watching
 from pipeshard.engine.traces import Traces
@@ -694,6 +695,33 @@ def test_a_limit_of_time_is_refused(pool: Pool) -> None:
     for messages in pool.run(timed, 2):
         assert len(messages) == 3 and all("max_time is not supported in a pipeline" in one for one in messages)
     assert pool.run(timed, 1) == [["3"]]
+
+
+def batched_continuously(options: dict[str, Any]) -> list[str]:
+    """The errors of each way to continuous batching."""
+    split, ids = boosted(zoo.build("llama"), "llama", **options), prompts("llama")["input_ids"]
+    ways: list[Callable[[], Any]] = [
+        lambda: split.generate_batch(ids.tolist(), max_new_tokens=2),
+        lambda: split.unwrap().generate_batch(ids.tolist(), max_new_tokens=2),  # a Trainer's trainer.model
+        split.init_continuous_batching,
+        lambda: split.generate(ids, max_new_tokens=2, cache_implementation="paged"),
+    ]
+    messages = []
+    for way in ways:
+        with pytest.raises(UsageError) as caught:
+            way()
+        messages.append(str(caught.value))
+    whole = to_sequential(split)
+    assert whole is not None and "init_continuous_batching" not in vars(whole)
+    return messages
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("options", [{}, {"pp_size": 1, "tp_size": 2}])
+def test_continuous_batching_is_refused(pool: Pool, options: dict[str, Any]) -> None:
+    """A thread of transformers called one stage as if it were the whole model, and the user's call did not return."""
+    for messages in pool.run(batched_continuously, 2, options):
+        assert all("call model.generate(...) of the boosted model" in message for message in messages)
 
 
 @pytest.mark.turns

@@ -12,7 +12,8 @@ from pipeshard.distributed.collectives import together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.mixed_precision import filled_like
 from pipeshard.errors import UsageError
-from pipeshard.ghost import guard
+from pipeshard.ghost import Refused, guard
+from pipeshard.hf import CONTINUOUS
 from pipeshard.private import tree_tensors
 from pipeshard.replaced import replaced
 
@@ -106,6 +107,13 @@ ASKED_BY = {
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
 }
 
+# A thread of transformers would call the part as if it were the whole model, and only log the errors.
+NOT_CONTINUOUS = (
+    "continuous batching needs all layers of the model on one rank, but this rank holds only a part. Instead of "
+    "generate_batch, or of generate with cache_implementation='paged', call model.generate(...) of the boosted model "
+    "(trainer.generate(...) of a Trainer) on every rank, with the prompts as one padded batch"
+)
+
 LATER = (
     "model.generate was set after booster.boost, but the stages call the `generate` that the model had at boost. Set "
     "it before booster.boost, or pass its arguments in each call of model.generate(...)"
@@ -149,6 +157,9 @@ class PipelineModel(nn.Module):
         self.generation: Any = None  # runs `generate` on all stages
         self.checkpoint_io: Any = None  # the plugin's, which tracks asynchronous saves
         guard(module)
+        if self.whole is None:
+            for each in (each for each in module.modules() if hasattr(type(each), CONTINUOUS)):
+                vars(each)[CONTINUOUS] = Refused(each, CONTINUOUS, NOT_CONTINUOUS)
 
     @property
     def training(self) -> bool:
