@@ -25,7 +25,7 @@ from pipeshard.trainer import pipelined
 from pipeshard.trainer.refusals import refuse_class
 from tests import zoo
 from tests.pool import Pool, WorkerError
-from tests.trainers import launched
+from tests.trainers import launched, logs, trainer
 
 trl = pytest.importorskip("trl")
 trls = pytest.importorskip("tests.trls")
@@ -40,6 +40,48 @@ def test_logs_are_those_of_one_process(pool: Pool, tmp_path: Path, kind: str) ->
     expected = run(kind, str(tmp_path))
     for found in pool.run(run, 2, kind, str(tmp_path), {"pp_size": 2}, timeout=120):
         assert near(found, expected, trls.CLOSE.get(kind, 2e-6)) == []
+
+
+class Completing(transformers.TrainerCallback):
+    """What the error for TRL's LogCompletionsCallback advises."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.tokens: list[Any] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "max_new_tokens": 4, "do_sample": False}
+        self.tokens.append(self.trainer.generate(**inputs).tolist())
+
+
+def with_callbacks(folder: str) -> tuple[list[str], list[dict[str, float]], list[dict[str, float]], list[Any]]:
+    """The errors for callbacks of TRL, and what is logged without a callback and with one that generates."""
+    told, logged, completing = [], [], Completing()
+    with launched():
+        for k in range(2):
+            made = trainer("causal", folder, {"pp_size": 2}, max_steps=2)
+            completing.trainer = made
+            if k:
+                made.add_callback(completing)
+            made.train()
+            logged.append(logs(made))
+        for refused in (trl.LogCompletionsCallback(made, freq=1), trl.BEMACallback(), trl.BEMACallback):
+            with pytest.raises(ConfigurationError) as caught:
+                made.add_callback(refused)
+            told.append(str(caught.value))
+        with pytest.raises(ConfigurationError) as caught:
+            trainer("causal", folder, {"pp_size": 2}, {"callbacks": [trl.BEMACallback()]})
+        told.append(str(caught.value))
+    return told, *logged, completing.tokens
+
+
+@pytest.mark.turns
+def test_callbacks_that_need_the_whole_model_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    """LogCompletionsCallback ended a run in its first step that logs, with an error about a call of TRL's."""
+    for told, expected, found, tokens in pool.run(with_callbacks, 2, str(tmp_path)):
+        assert "LogCompletionsCallback" in told[0] and "call trainer.generate(...) on every rank" in told[0]
+        assert all("BEMACallback" in one and "averages the full weights" in one for one in told[1:])
+        assert found == expected and len(tokens) == 2 and len(tokens[0][0]) == 7
 
 
 class Smoothing(trl.SFTTrainer):  # type: ignore[misc, name-defined]

@@ -173,6 +173,29 @@ def refuse_class(kind: type) -> None:
         )
 
 
+_GENERATES = (
+    "it generates with the whole model, from other prompts on each process. In a callback of your own, call "
+    "trainer.generate(...) on every rank with the same prompts, and log the completions on rank 0"
+)
+_AVERAGES = "it averages the full weights, which no rank holds: remove it"
+# By callback of TRL: why a pipeline does not support it, and what to do instead.
+CALLBACKS = {
+    "LogCompletionsCallback": _GENERATES,
+    "WeaveCallback": _GENERATES,
+    "BEMACallback": _AVERAGES,
+    "SyncRefModelCallback": _AVERAGES,
+}
+
+
+def refuse_callback(callback: Any, name: str) -> None:
+    """Raise ConfigurationError for a callback, or its class, that a pipelined Trainer called `name` does not
+    support."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    for each in kind.__mro__:
+        if each.__module__.startswith("trl.") and each.__name__ in CALLBACKS:
+            raise ConfigurationError(f"{name} does not support TRL's {each.__name__}: {CALLBACKS[each.__name__]}")
+
+
 def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
     """The PipelinePlugin arguments with which the `window` batches of a window are split into the requested number of
     microbatches in total. Raises ConfigurationError if this number is not a multiple of `window`."""

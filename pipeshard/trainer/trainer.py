@@ -54,6 +54,7 @@ from pipeshard.trainer.refusals import (
     cut,
     refuse,
     refuse_blank_reference,
+    refuse_callback,
     refuse_class,
     refuse_precision,
     refuse_prepared,
@@ -82,7 +83,13 @@ class Loop(Evaluation):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         handler = self.callback_handler
+        for callback in handler.callbacks:
+            refuse_callback(callback, type(self).__name__)
         setattr(handler, "on_log", partial(self._logged, handler.on_log))  # noqa: B010
+
+    def add_callback(self, callback: Any) -> None:
+        refuse_callback(callback, type(self).__name__)
+        super().add_callback(callback)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
