@@ -150,17 +150,19 @@ def test_a_model_is_saved_beside_a_manifest_of_the_users(pool: Pool, tmp_path: P
     assert own.read_text() == "mine" and (tmp_path / "model.safetensors.index.json").exists()
 
 
-def saving_apart(folder: Path) -> str:
+def saving_apart(folder: Path, inner: str) -> str:
     with launched(), pytest.raises(UsageError) as raised:
-        trainer("causal", folder / f"at-{dist.get_rank()}", {"pp_size": 2}, **SAVES).train()
+        trainer("causal", folder / f"at-{dist.get_rank()}" / inner, {"pp_size": 2}, **SAVES).train()
     return str(raised.value)
 
 
 @pytest.mark.turns
-def test_ranks_save_to_one_folder(pool: Pool, tmp_path: Path) -> None:
-    """Each rank named the folder by its own clock: the first save failed, after hundreds of steps."""
-    for said in pool.run(saving_apart, 2, tmp_path):
-        assert "output_dir differs between ranks: " in said and "at-0 on rank 0" in said and "at-1 on rank 1" in said
+@pytest.mark.parametrize("inner", ["", "/checkpoints"])
+def test_ranks_save_to_one_folder(pool: Pool, tmp_path: Path, inner: str) -> None:
+    """Each rank named the folder, or its parent, by its own clock: the first save failed, after hundreds of steps."""
+    for said in pool.run(saving_apart, 2, tmp_path, inner.strip("/")):
+        assert "output_dir differs between ranks: " in said
+        assert f"at-0{inner} on rank 0" in said and f"at-1{inner} on rank 1" in said
 
 
 class Begins(TrainerCallback):

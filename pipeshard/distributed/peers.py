@@ -40,7 +40,7 @@ class Peers:
         self._suspect, self._sure = -1, False
         self._met, self._looks = False, 0
         own = psutil.Process()
-        self.store.set(f"process/{rank}", json.dumps([_host(), own.pid, own.create_time()]))
+        self.store.set(f"process/{rank}", json.dumps([own_host(), own.pid, own.create_time()]))
 
     def meet(self) -> None:
         """Read from the store which ranks are on this host, and whether rank 0 and the suspected rank have signed
@@ -50,7 +50,7 @@ class Peers:
             self._met = True
             for rank, text in enumerate(self.store.multi_get(keys)):
                 host, pid, created = json.loads(text)
-                if host == _host() and rank != self.rank and (process := _process(pid, created)) is not None:
+                if host == own_host() and rank != self.rank and (process := _process(pid, created)) is not None:
                     self._processes[rank] = process
         asked = {0, self._suspect} - self.left - {-1}  # the store ends with rank 0
         self.left |= {rank for rank in asked if self.store.check([f"left/{rank}"])}
@@ -104,7 +104,7 @@ def attach_workers(dataloader: Any) -> None:
         dataloader.worker_init_fn = Attached(dataloader.worker_init_fn)
 
 
-def _host() -> list[str]:
+def own_host() -> list[str]:
     """A key that is equal for two processes on the same host and in the same process id namespace."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage,
 from pipeshard.checkpoint.training_state import own_random_state, random_states, read_rest, rest_of, restore_rest
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.distributed.mesh import Grid
+from pipeshard.distributed.peers import own_host
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, UsageError
@@ -142,20 +144,24 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
 
 @together_in("trainer.train")
 def refuse_several_folders(folder: Path, grid: Grid) -> None:
-    """Raise UsageError, on every rank, if the ranks would save checkpoints to different folders. Folders are compared
-    by name, since machines may mount a shared disk under different paths."""
-    if differing := _differing(folder.name, grid):
+    """Raise UsageError, on every rank, if the ranks would save checkpoints to different folders. Folders of several
+    machines are compared by name, since machines may mount a shared disk under different paths."""
+    if differing := _differing(folder.name, grid) or _differing(str(folder.resolve()), grid, own_host()):
         raise UsageError(
-            f"output_dir differs between ranks: {differing}. Pass the same folder on every rank: if its name contains "
-            "the time, compute the name on one rank, and broadcast it"
+            f"output_dir differs between ranks: {differing}. Pass the same folder on every rank: if its path contains "
+            "the time, compute the path on one rank, and broadcast it"
         )
 
 
-def _differing(name: str, grid: Grid) -> str:
-    """The first two names that differ between ranks, each with its rank, or "" if all ranks pass the same name."""
-    names = gather_objects(name, grid.world)
-    other = next((rank for rank, each in enumerate(names) if each != names[0]), None)
-    return "" if other is None else f"{names[0]} on {grid.named(0)}, but {names[other]} on {grid.named(other)}"
+def _differing(name: str, grid: Grid, host: Sequence[str] = ()) -> str:
+    """The first two names that differ between ranks with the same `host`, each with its rank, or "" if these ranks
+    pass the same name."""
+    first: dict[tuple[str, ...], tuple[int, str]] = {}
+    for rank, (there, other) in enumerate(gather_objects((tuple(host), name), grid.world)):
+        before, expected = first.setdefault(there, (rank, other))
+        if other != expected:
+            return f"{expected} on {grid.named(before)}, but {other} on {grid.named(rank)}"
+    return ""
 
 
 def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:

@@ -122,7 +122,7 @@ def seen(store: Store, looks: int, meets: bool = True) -> tuple[int, str] | None
 
 def other(store: Store, code: str = "import time; time.sleep(60)") -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-c", code])
-    store.set("process/1", json.dumps([peers._host(), process.pid, psutil.Process(process.pid).create_time()]))
+    store.set("process/1", json.dumps([peers.own_host(), process.pid, psutil.Process(process.pid).create_time()]))
     return process
 
 
@@ -179,7 +179,7 @@ def test_a_stopped_rank_is_seen_after_some_looks_and_one_that_goes_on_is_not() -
 
 def test_a_process_of_another_host_or_with_a_number_that_was_given_again_is_not_looked_at() -> None:
     own = psutil.Process()
-    for host, created in ((["another"], own.create_time()), (peers._host(), own.create_time() - 100)):
+    for host, created in ((["another"], own.create_time()), (peers.own_host(), own.create_time() - 100)):
         store = Store({"process/1": json.dumps([host, own.pid, created])})
         watched = Peers(store, 0, 2)
         watched.meet()
