@@ -43,7 +43,7 @@ from pipeshard.engine.refusals import (
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.stages import Stages
-from pipeshard.engine.traces import FoundWays, Traces
+from pipeshard.engine.traces import Doubt, FoundWays, Traces
 from pipeshard.errors import UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
@@ -67,8 +67,7 @@ class Unseen(NamedTuple):
     None on other ranks. The other fields are needed to trace the step again if the loss is NaN."""
 
     is_nan: Tensor | None
-    batch: Batch
-    flow: Dataflow
+    doubts: Sequence[Doubt]
     criterion: Criterion | None
 
 
@@ -384,7 +383,10 @@ class Pipeline:
         elif self.holdings.sharded is not None:
             self.holdings.sharded.reshard()
         own_progress().in_flight = False
-        return self._collect(asked, cut[-1][0], flow)
+        microbatches = zip((batch for batches in cut for batch in batches), self.ran, strict=True)
+        random = self.policy.replay.randomness
+        doubts = [Doubt(b, ran.flow, random.of(i, ran.flow.python_random)) for i, (b, ran) in enumerate(microbatches)]
+        return self._collect(asked, flow, doubts)
 
     def _refuse_untrainable(self, flow: Dataflow, outputs: Outputs) -> None:
         if flow.loss is None:
@@ -412,7 +414,7 @@ class Pipeline:
         with discarding, self.stages.deferring():
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
-    def _collect(self, asked: Asked, batch: Batch, flow: Dataflow) -> dict[str, Any]:
+    def _collect(self, asked: Asked, flow: Dataflow, doubts: Sequence[Doubt]) -> dict[str, Any]:
         """Return the loss and the outputs, if requested. If the loss is NaN, the ranks check whether the forward still
         matches its trace. On a GPU, a loss that is not requested is checked in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
@@ -428,16 +430,16 @@ class Pipeline:
         if outputs.needed:
             self.traces.seen.add(flow)
         if is_nan:
-            self._refuse_other_way(batch, flow, criterion, train)
+            self._refuse_other_way(doubts, criterion, train)
         if train and not is_looked_at:
             is_unknown = None if loss is None else loss.detach().isnan()
-            self._unseen = Unseen(is_unknown, batch, flow, criterion)
+            self._unseen = Unseen(is_unknown, doubts, criterion)
         shown = total.to(self.device).as_subclass(StepLoss) if asked.loss and total is not None else None
         return {"loss": shown, "outputs": merged}
 
-    def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None, train: bool) -> None:
+    def _refuse_other_way(self, doubts: Sequence[Doubt], criterion: Criterion | None, train: bool) -> None:
         with self.precision.running():
-            self.traces.refuse_other_way(batch, flow, criterion, self.grid.world, train)
+            self.traces.refuse_other_way(doubts, criterion, self.grid.world, train)
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:

@@ -6,7 +6,8 @@ of a branch of glue on the batch's values differs.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,7 +28,7 @@ from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of, plain
 from pipeshard.errors import TraceError, summary
-from pipeshard.graph.dataflow import Dataflow, Wanted
+from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.kinds import modes
 from pipeshard.graph.places import format_path
 from pipeshard.graph.shapes import is_trainable
@@ -41,6 +42,7 @@ from pipeshard.split.route import Recompute
 logger = logging.getLogger("pipeshard")
 
 MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
+MOST_DOUBTS = 64  # at most so many microbatches of a step with a NaN loss confirm a Dataflow with random numbers
 NUMBERS = 4096  # at most this many numbers of ways are cached for a Dataflow; each size of a batch has its own
 
 CHANGED = (
@@ -65,6 +67,15 @@ class FoundWays(NamedTuple):
         return [way for of_batch in self.ways for way in of_batch]
 
 
+class Doubt(NamedTuple):
+    """A microbatch whose forward may have taken another way than that of `flow`. `draw` seeds the random numbers of its
+    glue, as for a trace."""
+
+    batch: Batch
+    flow: Dataflow
+    draw: Callable[[int], object]
+
+
 class Traces:
     """Caches a Dataflow for each kind of batch, its `routes` through this rank's stages, and the loss shares of its
     microbatches (`losses`). `seen` are the Dataflows whose outputs were checked."""
@@ -85,7 +96,8 @@ class Traces:
         self._dropped: list[Callable[[], Any]] = []  # weak references to the criteria that were dropped last
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
-        self._confirmed: WeakKeyDictionary[Dataflow, set[bool]] = WeakKeyDictionary()  # with and without training
+        # The number of microbatches for which it was confirmed, with and without training.
+        self._confirmed: WeakKeyDictionary[Dataflow, Counter[bool]] = WeakKeyDictionary()
         self._has_warned = False
         self.seen: WeakSet[Dataflow] = WeakSet()
         self._numbers: WeakKeyDictionary[Dataflow, dict[tuple[int, ...], int]] = WeakKeyDictionary()  # of ways
@@ -330,34 +342,47 @@ class Traces:
         assert deltas is not None
         return flow, deltas
 
-    def _traced(self, batch: Batch, criterion: Criterion | None, exact: bool, grad: bool) -> Dataflow:
+    def _traced(
+        self,
+        batch: Batch,
+        criterion: Criterion | None,
+        exact: bool,
+        grad: bool,
+        draw: Callable[[int], object] = lambda place: None,
+    ) -> Dataflow:
         device, lent = self.policy.replay.device, self._lent
         with Lone.of(len(set(self.policy.placement))):
-            flow = trace(self.model, batch, criterion, exact, device=device, lent=lent, grad=grad)
+            flow = trace(self.model, batch, criterion, exact, device=device, lent=lent, grad=grad, draw=draw)
         return flow if flow.count is None or self._is_unchanged() else flow.without_count()
 
     def refuse_other_way(
-        self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup, train: bool
+        self, doubts: Iterable[Doubt], criterion: Criterion | None, world: dist.ProcessGroup, train: bool
     ) -> None:
-        """Trace the batch again after a NaN loss, since results that were not sent may have caused the NaN. Without
-        `train`, the trace runs as under no_grad. Raises TraceError on all ranks if the new trace on any rank reads
-        different unit results than `flow`. A Dataflow that was already confirmed is not traced again. Call it on all
-        ranks: replicas may have different Dataflows, of which some are confirmed."""
+        """Trace microbatches again after a NaN loss, since results that were not sent may have caused the NaN. Without
+        `train`, the traces run as under no_grad. Raises TraceError on all ranks if a new trace on any rank reads other
+        unit results or parameters than before. A Dataflow that was already confirmed is not traced again, unless its
+        glue uses random numbers, which differ in each microbatch. Call it on all ranks: replicas may have different
+        Dataflows, of which some are confirmed."""
         differs = False
-        if train not in self._confirmed.get(flow, ()):
-            now, then = (
-                [*((call.unit, call.reads.values) for call in one.calls), one.loss and one.loss.values]
-                for one in (self._trace(batch, criterion, train)[0], flow)
-            )
-            differs = now != then
+        for batch, flow, draw in doubts:
+            confirmed = self._confirmed.setdefault(flow, Counter())
+            if differs or confirmed[train] >= (MOST_DOUBTS if flow.glue_random else 1):
+                continue
+            if flow.glue_random:
+                now = self._traced(batch, criterion, True, train, draw)
+            else:
+                now = self._trace(batch, criterion, train)[0]
+            differs = _reads_more(now, flow)
+            confirmed[train] += not differs
         if any(gather_objects(differs, world)):
             raise TraceError(
-                f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, although "
-                "pipeshard detected no change in the state that the forward depends on. Does the model count its "
-                "forwards, read an environment variable, or branch on torch.is_grad_enabled()? Keep this state in "
-                "attributes of the model (such as self.training) or in globals, and set it between steps"
+                f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, or other "
+                "parameters, although pipeshard detected no change in the state that the forward depends on. Does the "
+                "model branch at random (random.random() < p, torch.rand(()) < p), count its forwards, read an "
+                "environment variable, or branch on torch.is_grad_enabled()? Compute both results of a random branch, "
+                "and select one with torch.where. Keep other state in attributes of the model (such as self.training) "
+                "or in globals, and set it between steps"
             )
-        self._confirmed.setdefault(flow, set()).add(train)
 
     def slice_each(
         self,
@@ -383,6 +408,14 @@ class Traces:
                 routes = [self.routes.sliced(flow, outputs) for flow in flows]
                 made[-1].append(SlicedMicrobatch.of(whole, batch, sizes, of_parts, routes, place, device))
         return made
+
+
+def _reads_more(now: Dataflow, then: Dataflow) -> bool:
+    """Whether calls or the loss read other unit results, or more parameters, than `then`."""
+    reads, before = ([*(call.reads for call in flow.calls), flow.loss or Reads()] for flow in (now, then))
+    if [call.unit for call in now.calls] != [call.unit for call in then.calls]:
+        return True
+    return any(a.values != b.values or not a.parameters <= b.parameters for a, b in zip(reads, before, strict=True))
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:

@@ -1,5 +1,6 @@
 """RNG: random numbers that depend neither on the stage that generates them nor on the number of runs of a unit."""
 
+import copy
 import hashlib
 import random
 import struct
@@ -61,6 +62,13 @@ class Randomness:
         number = _number(struct.pack(f"<{len(self._key) + 1}q", *self._key, place))
         _seed(self.generators, number, self.python)
         return partial(_seed, self.generators, number, self.python)
+
+    def of(self, i: int, python: bool) -> Callable[[int], object]:
+        """A function that seeds the generators for a position in microbatch i of this step, also after the step."""
+        other = copy.copy(self)
+        other.microbatch(i)
+        other.python = python
+        return other.at
 
     def state(self) -> bytes:
         """A digest of the states of torch's generators."""

@@ -41,6 +41,7 @@ def trace(
     device: torch.device | None = None,
     lent: Mapping[str, Mapping[str, Tensor]] | None = None,
     grad: bool = True,
+    draw: Callable[[int], object] = lambda place: None,
 ) -> Dataflow:
     """Return the Dataflow of `model(batch)` and of `criterion(output, batch)` (by default the output's loss).
 
@@ -54,14 +55,14 @@ def trace(
     activations. A unit that does not run on meta (it needs values, or its kernels need memory) runs once on `device`
     (default: the model's). The unit's own tensors then have the values in `lent` (by unit and name) or the values on
     this rank, or are zeros if there are none. Without `grad`, the glue runs as under no_grad, and no result requires
-    grad.
+    grad. `draw` seeds the random numbers of the glue, as described for Tracer.
 
     Raises TraceError if a unit or a line fails (the error names it), PartitionError for a name in `cuts` that is not a
     module inside the model, and BatchError if the labels in a tuple are passed to the model as another argument.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
-    tracer_of = partial(Tracer, model, criterion, device=device, lent=lent)
+    tracer_of = partial(Tracer, model, criterion, device=device, lent=lent, draw=draw)
     cuts = paths_of(model, cuts)
     with torch.set_grad_enabled(grad):  # specs record whether a result requires grad
         flow = _traced(partial(tracer_of, cuts=cuts), sample, exact)

@@ -47,7 +47,8 @@ class _SeenOutside(Exception):
 
 class Tracer:
     """Runs the glue of one model, and caches the kinds of its units between runs. Units that do not run on meta are
-    visited on `device` (default: the model's). `meter` observes every run.
+    visited on `device` (default: the model's). `meter` observes every run. `draw` seeds the random numbers of the glue
+    before a call, given by twice its number, as stages do (see Randomness).
 
     Attributes:
         reset: called before every run.
@@ -65,8 +66,9 @@ class Tracer:
         cuts: Sequence[str] = (),
         device: torch.device | None = None,
         lent: Mapping[str, Mapping[str, Tensor]] | None = None,
+        draw: Callable[[int], object] = lambda place: None,
     ) -> None:
-        self.model, self.criterion, self.meter = model, criterion, meter
+        self.model, self.criterion, self.meter, self.draw = model, criterion, meter, draw
         self.units = find_units(model, cuts)
         devices = (*(parameter.device for parameter in model.parameters()), sample.device)
         self.device = next(device for device in devices if device.type != "meta")
@@ -108,6 +110,7 @@ class Tracer:
             noting_functions(self.taint) as sealed,
             self.readers.noting(),
         ):
+            self.draw(0)
             state, self.seed = python_state(), torch.initial_seed()
             output = self._forward(batch)
             with self.readers.outside_glue():
@@ -232,6 +235,7 @@ class Tracer:
         taint.read_shape(leaves)
         self._use(leaves)
         kind = self.kinds.of(UnitCall(unit, self.units[unit], original, leaves, tree), taint)
+        self.draw(2 * (index + 1))
         self.seed = torch.initial_seed()
         reads = self._use(leaves, kind.met)
         for position in kind.written:

@@ -414,6 +414,46 @@ class SkipsNone(Skips):
     share = 0.0
 
 
+class Drops(Net):
+    """What the first layer returns is dropped at random, as classifier-free guidance drops a condition."""
+
+    share = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.null = nn.Parameter(torch.ones(H))
+
+    def body(self, x: Tensor) -> Any:
+        first = self.layers[0](x)
+        condition = self.drop(first)
+        for layer in self.layers[1:]:
+            x = layer(x + first + condition)
+        return x
+
+    def drop(self, condition: Tensor) -> Tensor:
+        return self.null.expand_as(condition) if random.random() < self.share else condition
+
+
+class DropsParameter(Drops):
+    """Another parameter is read at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.ones(H))
+
+    def drop(self, condition: Tensor) -> Tensor:
+        return condition + (self.null if torch.rand(()) < self.share else self.other)
+
+
+class Selected(Drops):
+    """It is selected. Every sample is dropped, so that the unsplit model drops the same ones."""
+
+    share = 1.0
+
+    def drop(self, condition: Tensor) -> Tensor:
+        return torch.where(torch.rand(()) < self.share, self.null, condition)
+
+
 class Outside(Net):
     """Each layer's result is scaled by a trained tensor in a list."""
 

@@ -36,6 +36,7 @@ class Remedy:
 ONE = {"num_microbatches": 1}
 TWICE = {"loss_reduction": "microbatch"}  # with two microbatches
 UNVERIFIED = {"verify": False}
+AT_RANDOM = r"uses different unit outputs than in its trace, or other parameters, .*at random.*with torch\.where"
 
 
 def hunted_case(name: str, **options: Any) -> Training:
@@ -43,6 +44,11 @@ def hunted_case(name: str, **options: Any) -> Training:
     case = CASES[name]
     of_case = {"num_microbatches": 1, **case.options, **options}
     return Training(case.make, of_case, batches=lambda: case.batches, prepare=case.prepare, between=case.between)
+
+
+def several() -> list[Any]:
+    """As many batches as it takes until the branch goes both ways."""
+    return [data(seed) for seed in range(6)]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -319,6 +325,18 @@ REMEDIES = {
         r"the forward called .*, but the trace recorded layers\.\d.*at random \(LayerDrop\).*Turn LayerDrop off",
         Training(nets.Skips),
         (Training(nets.SkipsNone),),
+    ),
+    "a branch at random": Remedy(
+        ("a branch at random between layers",),
+        AT_RANDOM,
+        Training(nets.Drops, UNVERIFIED, batches=several),
+        (Training(nets.Selected),),
+    ),
+    "a parameter at random": Remedy(
+        ("a branch at random between layers",),
+        AT_RANDOM,
+        Training(nets.DropsParameter, UNVERIFIED, batches=several),
+        (Training(nets.Selected),),
     ),
     "a shared batch norm": Remedy(
         ("a generator, a counter or a buffer",),
