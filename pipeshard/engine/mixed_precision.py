@@ -228,8 +228,8 @@ class MasterWeight:
     def load(self, value: Tensor) -> bool | None:
         """Load this rank's shard of the full tensor `value` of a checkpoint. If the current fp32 master weight rounds
         to this shard, it is kept, since it may have been loaded with the checkpoint's optimizer state. Returns whether
-        the current values were kept, or None if there is no such choice: this rank has no higher precision than the
-        model's compute dtype, or the checkpoint has it too (a save with fsdp; its optimizer states then lack it)."""
+        the current values were kept, or None if values of one precision were replaced: this rank computes in the
+        precision of its master weight, or the checkpoint has the master weight (a save with fsdp)."""
         part = slice_like(value, self.parameter).to(self.master.device)
         is_kept = None
         if self.is_precise and part.dtype is computed_in(self.parameter):
