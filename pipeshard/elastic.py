@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipeshard.checkpoint.files import differing_folders
 from pipeshard.checkpoint.training_state import (
     check_complete,
     check_contents,
@@ -97,6 +98,11 @@ class PreemptibleJob:
         """
         check_complete(model, optimizer)
         check_loader(model, dataloader)
+        if apart := differing_folders(self.directory, _world()):
+            raise UsageError(
+                f"the directory of the {type(self).__name__} differs between ranks: {apart}. Pass the same directory "
+                "on every rank: if its path contains the time, compute the path on one rank, and broadcast it"
+            )
         self._parts = model, optimizer, lr_scheduler, dataloader
         if getattr(dataloader, "num_workers", 0):
             dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)
@@ -167,7 +173,7 @@ class PreemptibleJob:
                 f"another job, created after this {type(self).__name__}, receives the signals now, so SIGTERM would "
                 "save only that job's models: create one job for all models and optimizers, with "
                 "job.resume([generator, discriminator], [optimizer_g, optimizer_d]), and call step_done once in each "
-                "step"
+                "step; for a later phase of the script, create its job after this job's last step"
             )
 
 

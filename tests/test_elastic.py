@@ -392,6 +392,7 @@ def unsavable(folder: Path) -> list[str]:
         lambda: PreemptibleJob(folder, keep=0),
         lambda: PreemptibleJob(folder).resume(model, optimizer, dataloader=DataLoader([1, 2])),  # type: ignore[arg-type]
         lambda: PreemptibleJob(folder).resume([model, model.unwrap()], optimizer),
+        lambda: PreemptibleJob(folder / f"at-{dist.get_rank()}").resume(model, optimizer),
         lambda: PreemptibleJob(folder).step_done(),
         lambda: after_a_step(torch.optim.lr_scheduler.LambdaLR(optimizer, Warmup())),
         with_a_foreign_state,
@@ -414,6 +415,7 @@ def test_a_job_that_could_not_save_ends_before_its_second_step(pool: Pool, tmp_p
         "keep, a number of saved steps, must be a positive integer, got 0",
         "this DataLoader has no state_dict with its position in the data",
         "this GPT2LMHeadModel was not boosted",
+        "the directory of the PreemptibleJob differs between ranks: .*at-0 on rank 0.*, but .*at-1 on rank 1",
         "step_done was called before resume: call job.resume",
         "the state of this LambdaLR cannot be saved .*set is not a type of plain values",
         "the optimizer's state has the key -1, which is not a parameter",

@@ -36,6 +36,9 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "torch's `clip_grad_norm_` of gradients that are": "test_loop_gradients.py::test_a_norm_of_shards_is_refused",
     "your own code that multiplies gradients": "test_updates.py::test_a_norm_of_ones_own_is_refused",
     "noise on gradients": "test_updates.py::test_noise_that_is_drawn_in_turn_is_refused",
+    "a plain call `model(**batch)` with `zero_stage=1`": (
+        "engine/test_written_weights.py::test_what_one_replica_alone_has_written_is_refused_before_a_plain_call"
+    ),
     "one number that your loop computes": "test_coupling.py::test_what_is_reduced_over_all_ranks_is_not_warned_of",
     "gradients that one rank alone drops": "test_updates.py::test_gradients_that_one_rank_drops_are_warned_of",
     "a mode or a coefficient in the batch": "test_hunt.py::test_hunted",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 import transformers
@@ -19,7 +20,7 @@ from rich.console import Console
 
 import sft
 from pipeshard import PipelinePlugin, trace
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.graph.tracer import Tracer
 from pipeshard.trainer import pipelined
 from pipeshard.trainer.refusals import refuse_class
@@ -171,6 +172,22 @@ def test_a_reference_on_meta_is_not_precomputed() -> None:
     for adapters in (None, trls.adapters()):
         with pytest.raises(ConfigurationError, match="precompute_ref_log_probs=True runs the whole reference model"):
             pipelined(trl.DPOTrainer)(model, args=args, peft_config=adapters, pipeline=PipelinePlugin(1))
+
+
+def replacing_adapters(folder: Path) -> None:
+    model = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, folder)
+    with launched():
+        pipelined(trl.SFTTrainer)(model, peft_config=trls.adapters(), pipeline=PipelinePlugin(1))
+
+
+@pytest.mark.turns
+def test_new_adapters_do_not_replace_those_of_the_models_folder(pool: Pool, tmp_path: Path) -> None:
+    """A Trainer dropped the adapters in the folder of a model on meta, which transformers applies, silently."""
+    base: Any = zoo.build("llama")
+    base.save_pretrained(tmp_path)
+    peft.get_peft_model(base, trls.adapters()).save_pretrained(str(tmp_path))
+    for message in pool.run_expecting(CheckpointError, replacing_adapters, 1, tmp_path):
+        assert "contains adapters" in message and "enable_lora(model, pretrained_dir=" in message
 
 
 def with_template(path: Path, folder: Path, vocabulary: int) -> None:

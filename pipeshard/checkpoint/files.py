@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeshard.distributed.collectives import gather_objects, reason
+from pipeshard.distributed.peers import own_host
 from pipeshard.distributed.watching import named
 from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
 from pipeshard.script import exit_now
@@ -47,6 +48,24 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
         own = len(set(messages)) == 1 or message.startswith("rank ")  # identical on all ranks, or already names a rank
         shared = CheckpointError(message if own else f"{named(rank)}: {message}")
         raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
+
+
+def differing_folders(folder: Path, group: dist.ProcessGroup) -> str:
+    """The first two folders that differ between ranks, each with its rank, or "" if all ranks pass the same folder.
+    Folders of several machines are compared by name, since machines may mount a shared disk under different paths."""
+    return differing(folder.name, group) or differing(str(folder.resolve()), group, own_host())
+
+
+def differing(name: str, group: dist.ProcessGroup, host: Sequence[str] = ()) -> str:
+    """The first two names that differ between ranks with the same `host`, each with its rank, or "" if these ranks
+    pass the same name."""
+    first: dict[tuple[str, ...], tuple[int, str]] = {}
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (there, other) in zip(ranks, gather_objects((tuple(host), name), group), strict=True):
+        before, expected = first.setdefault(there, (rank, other))
+        if other != expected:
+            return f"{expected} on {named(before)}, but {other} on {named(rank)}"
+    return ""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, ex
 from pipeshard.hf import ADAPTER_CONFIG, is_of_peft, without_adapters
 from pipeshard.split.adapters import adding_saved, is_blank, put_adapters, refuse_changed_base
 from pipeshard.split.ties import first_names
+
+logger = logging.getLogger("pipeshard")
 
 if TYPE_CHECKING:
     from peft import PeftModel  # the import takes a second, so only the functions that need peft import it
@@ -103,8 +106,8 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     at a time, and writes them in the safetensors format. If a save is interrupted, the previous files remain. Other
     files in the folder, such as a tokenizer, are kept.
 
-    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, if `checkpoint` is a file, or if the
-    folder has the weights of another model than the adapters' base.
+    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, or if `checkpoint` is a file. Warns
+    if the folder has other weights than the adapters' base.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
@@ -113,7 +116,7 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
             "lora_config=...), and pass the model that booster.boost(...) then returns"
         )
     grid = model.pipeline.grid
-    refuse_other_weights(model, Path(checkpoint))
+    warn_of_other_weights(model, Path(checkpoint))
     model.pipeline.gradients.settle()
     state = nn.Module.state_dict(module)
     with together(grid.world):  # on one rank only, since peft may query the Hub for the vocabulary size
@@ -133,18 +136,20 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
                         _name_base(module, folder)
 
 
-def refuse_other_weights(model: PipelineModel, folder: Path) -> None:
-    """Raise CheckpointError, on every rank, if `folder` has the weights of a model that is not the base of the adapters
-    of `model`: transformers' `from_pretrained` would apply the adapters to these weights, which may be merged ones."""
+def warn_of_other_weights(model: PipelineModel, folder: Path) -> None:
+    """Warn if `folder` has the weights of a model that is not the base of the adapters of `model`: transformers'
+    `from_pretrained` will apply the adapters to these weights, which may be merged ones. An error would lose the
+    result of a run."""
     base: Any = without_adapters(model.unwrap())[1]
-    with together(model.pipeline.grid.world):
-        weights = [name for name in FILES if (folder / name).is_file()] if model.pipeline.grid.first else []
-        is_read = isinstance(base, PreTrainedModel) and (folder / CONFIG_NAME).is_file()
-        if weights and is_read and not _is_folder(base.name_or_path, folder):
-            raise CheckpointError(
-                f"{folder} contains weights ({weights[0]}), to which from_pretrained would apply the adapters that are "
-                "saved here, but it is not the folder from which the base model was loaded: choose another folder"
-            )
+    weights = [name for name in FILES if (folder / name).is_file()] if model.pipeline.grid.first else []
+    is_read = isinstance(base, PreTrainedModel) and (folder / CONFIG_NAME).is_file()
+    if weights and is_read and not _is_folder(base.name_or_path, folder):
+        logger.warning(
+            "%s contains weights (%s), to which from_pretrained will apply the adapters that are saved here. Unless "
+            "they are the weights of the adapters' base, move the adapters to another folder",
+            folder,
+            weights[0],
+        )
 
 
 def _is_folder(name: str, folder: Path) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ from pipeshard.hf import ADAPTER_CONFIG, enable_caches, is_of_custom_code, witho
 from pipeshard.options import is_number
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
+
+logger = logging.getLogger("pipeshard")
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
 STATE_DICTS = (".pt", ".pth")  # suffixes of files with the names of `model.state_dict()`
@@ -102,10 +105,13 @@ class FolderSave(Save):
                 )
             if folder.is_file():
                 raise CheckpointError(f"{folder} is a file, but shard=True writes a folder: pass another path")
-            if isinstance(module, PreTrainedModel) and (folder / ADAPTER_CONFIG).is_file():
-                raise CheckpointError(
-                    f"{folder} contains adapters ({ADAPTER_CONFIG}), which from_pretrained would apply to the weights "
-                    "that are saved here: choose another folder, or remove the adapters"
+            is_adapted = isinstance(module, PreTrainedModel) and (folder / ADAPTER_CONFIG).is_file()
+            if is_adapted and pipeline.grid.first:  # an error would lose the result of a run
+                logger.warning(
+                    "%s contains adapters (%s), which from_pretrained will apply to the weights that are saved here: "
+                    "remove the adapters, or move the weights to another folder",
+                    folder,
+                    ADAPTER_CONFIG,
                 )
             state = _ready(revert(module, tensors), snapshot)
             split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)

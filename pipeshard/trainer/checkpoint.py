@@ -11,22 +11,20 @@ import logging
 import os
 import re
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipeshard.checkpoint.files import new_folder, remove, together, writes
+from pipeshard.checkpoint.files import differing, differing_folders, new_folder, remove, together, writes
 from pipeshard.checkpoint.io import io_of, refuse_packed, refuse_unwrapped_adapters
-from pipeshard.checkpoint.lora import load_lora, refuse_other_weights, save_lora
+from pipeshard.checkpoint.lora import load_lora, save_lora, warn_of_other_weights
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
 from pipeshard.checkpoint.training_state import own_random_state, random_states, read_rest, rest_of, restore_rest
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.distributed.mesh import Grid
-from pipeshard.distributed.peers import own_host
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, UsageError
@@ -45,7 +43,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
     grid = model.pipeline.grid
     refuse_unwrapped_adapters(model.unwrap())
     if is_adapted := is_of_peft(model.unwrap(), "PeftModel"):
-        refuse_other_weights(model, folder)
+        warn_of_other_weights(model, folder)
     before: Stamps = {}
     made = folder / ".adapter"  # the folder itself may hold checkpoints
     with together(grid.world):
@@ -130,9 +128,9 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
     """The path of the checkpoint to resume from, or None. `asked` is the argument of `Trainer.train`; True selects the
     newest checkpoint in `folder`. Call it on all ranks. Raises UsageError if ranks select different checkpoints."""
     name = "True" if asked is True else Path(asked).name if asked else "None"
-    if differing := _differing(name, grid):
+    if apart := differing(name, grid.world):
         raise UsageError(
-            f"resume_from_checkpoint differs between ranks: {differing}. Pass the same checkpoint on every rank. If "
+            f"resume_from_checkpoint differs between ranks: {apart}. Pass the same checkpoint on every rank. If "
             "each machine looks for the checkpoint on its own disk, use a folder that all machines share"
         )
     if asked is True:
@@ -144,24 +142,23 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
 
 @together_in("trainer.train")
 def refuse_several_folders(folder: Path, grid: Grid) -> None:
-    """Raise UsageError, on every rank, if the ranks would save checkpoints to different folders. Folders of several
-    machines are compared by name, since machines may mount a shared disk under different paths."""
-    if differing := _differing(folder.name, grid) or _differing(str(folder.resolve()), grid, own_host()):
+    """Raise UsageError, on every rank, if the ranks would save checkpoints to different folders."""
+    if apart := differing_folders(folder, grid.world):
         raise UsageError(
-            f"output_dir differs between ranks: {differing}. Pass the same folder on every rank: if its path contains "
+            f"output_dir differs between ranks: {apart}. Pass the same folder on every rank: if its path contains "
             "the time, compute the path on one rank, and broadcast it"
         )
 
 
-def _differing(name: str, grid: Grid, host: Sequence[str] = ()) -> str:
-    """The first two names that differ between ranks with the same `host`, each with its rank, or "" if these ranks
-    pass the same name."""
-    first: dict[tuple[str, ...], tuple[int, str]] = {}
-    for rank, (there, other) in enumerate(gather_objects((tuple(host), name), grid.world)):
-        before, expected = first.setdefault(there, (rank, other))
-        if other != expected:
-            return f"{expected} on {grid.named(before)}, but {other} on {grid.named(rank)}"
-    return ""
+@together_in("trainer.save_model")
+def one_folder(folder: Path, grid: Grid) -> Path:
+    """The folder into which all ranks save the model: if ranks pass different folders, that of the first rank, since an
+    error might lose the result of a run."""
+    if not (apart := differing_folders(folder, grid.world)):
+        return folder
+    if grid.first:
+        logger.warning("the folder of the model differs between ranks (%s): %s is used on every rank", apart, folder)
+    return Path(gather_objects(str(folder), grid.world)[0])
 
 
 def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:

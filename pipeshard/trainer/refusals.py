@@ -187,9 +187,11 @@ CALLBACKS = {
 }
 
 
-def refuse_callback(callback: Any, name: str) -> None:
-    """Raise ConfigurationError for a callback, or its class, that a pipelined Trainer called `name` does not
-    support."""
+def refuse_callback(callback: Any, name: str, config: PipelineConfig) -> None:
+    """Raise ConfigurationError for a callback, or its class, that a pipelined Trainer called `name` does not support if
+    no rank holds the whole model."""
+    if config.pp_size * config.tp_size * config.ep_size == 1 and not config.fsdp:
+        return
     kind = callback if isinstance(callback, type) else type(callback)
     for each in kind.__mro__:
         if each.__module__.startswith("trl.") and each.__name__ in CALLBACKS:

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
+from pipeshard.checkpoint.load import refuse_ignored_adapters
 from pipeshard.checkpoint.optimizer import check_savable
 from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
@@ -44,6 +45,7 @@ from pipeshard.trainer.checkpoint import (
     checkpoint_of,
     load_checkpoint_weights,
     load_state,
+    one_folder,
     refuse_several_folders,
     save_state,
     save_weights,
@@ -84,11 +86,11 @@ class Loop(Evaluation):
         super().__init__(*args, **kwargs)
         handler = self.callback_handler
         for callback in handler.callbacks:
-            refuse_callback(callback, type(self).__name__)
+            refuse_callback(callback, type(self).__name__, self.pipeline.config)
         setattr(handler, "on_log", partial(self._logged, handler.on_log))  # noqa: B010
 
     def add_callback(self, callback: Any) -> None:
-        refuse_callback(callback, type(self).__name__)
+        refuse_callback(callback, type(self).__name__, self.pipeline.config)
         super().add_callback(callback)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -363,7 +365,7 @@ class Loop(Evaluation):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model. Call it on every rank: each rank writes its part."""
-        folder = Path(output_dir or self.args.output_dir)
+        folder = one_folder(Path(output_dir or self.args.output_dir), self.pipeline.grid)
         self._before = save_weights(self._own_stages().boosted, folder)
         if self.pipeline.grid.first:
             holder = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -427,6 +429,8 @@ class Front:
             with adding(model) if is_of_peft(model, "PeftModel") else nullcontext():
                 super().__init__(*args, **kwargs)
             return
+        if folder := getattr(model, "_pretrained", ""):
+            refuse_ignored_adapters(model, Path(folder))
         begin = super().__init__  # the __init__ of a TRL trainer, which adds adapters to the model
 
         def put(_: nn.Module, config: Any) -> Any:
