@@ -9,12 +9,12 @@ by names. All of these names are in this module and nowhere else, and no name be
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -203,9 +203,7 @@ def disable_caches(model: nn.Module) -> list[Any]:
 
     Caches are for generation. If units filled caches, values would pass between stages that pipeshard does not send.
     """
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
-    cached = [part for part in parts if getattr(part, "use_cache", None) is True]
+    cached = [part for part in _configs(model) if getattr(part, "use_cache", None) is True]
     for part in cached:
         part.use_cache = False
     return cached
@@ -217,15 +215,25 @@ def enable_caches(configs: Iterable[Any]) -> None:
         config.use_cache = True
 
 
-_withheld: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # configs that boosts have turned off
+def _configs(model: nn.Module) -> list[Any]:
+    """The configs of a model and its submodules, and what these configs contain."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
+
+
+_withheld: dict[int, weakref.ref[Any]] = {}  # configs that boosts have turned off, by id: they may not be hashable
+
+
+def _forget(key: int, _: object) -> None:
+    _withheld.pop(key, None)
 
 
 def withhold_caches(model: nn.Module) -> list[Any]:
-    """Like `disable_caches`, for as long as the model exists. Also returns the configs of earlier calls: if the model
-    is boosted again, or a boost has failed, they contain pipeshard's setting, not the user's."""
-    withheld = _withheld.setdefault(model, [])
-    withheld += disable_caches(model)
-    return withheld
+    """Like `disable_caches`. Also returns the configs of earlier calls: if the model, or a wrapper of it, is boosted
+    again, or a boost has failed, they contain pipeshard's setting, not the user's."""
+    for part in disable_caches(model):
+        _withheld[id(part)] = weakref.ref(part, partial(_forget, id(part)))
+    return [part for part in _configs(model) if id(part) in _withheld and part.use_cache is False]
 
 
 def is_cache(value: Any) -> bool:

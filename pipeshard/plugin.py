@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from pipeshard.engine.refusals import refuse_default_device, refuse_other_config
 from pipeshard.errors import UsageError
 from pipeshard.graph.rng import Randomness
 from pipeshard.hf import hide_world, lone_losses
-from pipeshard.options import POSITIVE, PRECISIONS, is_positive
+from pipeshard.options import POSITIVE, PRECISIONS
 from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
 from pipeshard.script import fold
@@ -303,7 +304,7 @@ class PipelinePlugin:
         batches may have different shapes.
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
-        if not is_positive(num_batches):
+        if not isinstance(num_batches, Integral) or num_batches < 1:
             raise UsageError(f"num_batches must be {POSITIVE}, got {num_batches!r}")
         train = torch.is_grad_enabled() and optimizer is not None
         if train:

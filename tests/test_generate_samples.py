@@ -80,6 +80,25 @@ class RememberingLater(Remembering):
         return hidden_states + self.state
 
 
+class RememberingOfClass(Remembering):
+    """One whose class has the attribute."""
+
+    state = None
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        del self.state
+
+
+class RememberingPair(RememberingLater):
+    """One that keeps a tuple, as an LSTM returns it."""
+
+    def remembered(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[1] > 1 or not hasattr(self, "state"):
+            self.state = hidden_states.mean(1, keepdim=True), None
+        return hidden_states + self.state[0]
+
+
 def remembering(kind: type[nn.Module] = Remembering) -> nn.Module:
     model: Any = llama()
     for k, layer in enumerate(model.model.layers):
@@ -101,6 +120,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "quantized": llama,
     "state": remembering,
     "later state": lambda: remembering(RememberingLater),
+    "class state": lambda: remembering(RememberingOfClass),
+    "pair": lambda: remembering(RememberingPair),
     "recurrent": recurrent_gemma,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -130,6 +151,8 @@ REASONS = {
     "quantized": "QuantizedCache quantizes all samples together",
     "state": "model.layers.0 (Remembering) may keep states of samples in its attribute state",
     "later state": "model.layers.0 (RememberingLater) may keep states of samples in its attribute state",
+    "class state": "model.layers.0 (RememberingOfClass) may keep states of samples in its attribute state",
+    "pair": "model.layers.0 (RememberingPair) may keep states of samples in its attribute state",
     "recurrent": "(RecurrentGemmaRecurrentBlock) may keep states of samples in its attribute conv1d_state",
 }
 

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import pipeshard
+from tests.hunt.nets import data
 from tests.pool import Pool
-from tests.remedies import lookahead, mistakes
+from tests.remedies import lookahead, mistakes, nets
 from tests.remedies.mistakes import BOOSTS, ERRORS, MISTAKES, TROUBLES
 from tests.remedies.table import EXACT, REMEDIES, Script
 from tests.remedies.training import Training, run
@@ -292,6 +295,22 @@ def test_a_criterion_that_reads_a_tensor_of_the_whole_batch_is_told_where_to_put
     """A criterion read the teacher's logits from a closure, and the error said that the forward fails for a
     microbatch, with remedies for row indices and other batch dimensions."""
     assert all(re.search(ALL[name].says, error) for error, _ in pool.run(refused, 2, name))
+
+
+def nans_of_one_stage() -> list[bool]:
+    """Whether the losses of a model on one stage are NaN, which a branch at random reads."""
+    torch.manual_seed(0)
+    model = nets.Drops()
+    torch.nn.init.constant_(model.null, torch.nan)
+    options = {"pp_size": 1, "num_microbatches": 2, "dry_run_input": data(), "verify": False}
+    engine = pipeshard.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    return [bool(engine.execute_pipeline(iter([data(seed)]))["loss"].isnan()) for seed in range(6)]
+
+
+def test_a_branch_at_random_is_exact_on_one_stage(pool: Pool) -> None:
+    """A NaN of another cause ended such a run, since its second trace had taken the other branch."""
+    (found,) = pool.run(nans_of_one_stage, 1)
+    assert any(found)
 
 
 def rows(page: str) -> list[str]:

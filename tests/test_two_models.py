@@ -266,6 +266,56 @@ def test_a_loss_of_two_plain_models_trains_both(pool: Pool, precision: str, worl
     assert max(pool.run(adversaries, world, precision)) < error
 
 
+def of_two_precisions(first: str, second: str) -> tuple[list[Any], list[Any], Booster]:
+    models, optimizers = [], []
+    for width, precision in ((8, first), (1, second)):
+        plugin = PipelinePlugin(
+            1, num_microbatches=1, dry_run_input={"x": torch.randn(4, 8)}, precision=precision, verify=False
+        )
+        model = Player(width)
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        models.append(model)
+        optimizers.append(optimizer)
+    return models, optimizers, booster
+
+
+def overflowing() -> tuple[float, bool]:
+    """The loss scale of a critic, and whether the generator has moved, whose gradients alone overflow at first."""
+    models, optimizers, booster = of_two_precisions("fp16", "fp16")
+    before = models[0].unwrap().head.weight.detach().clone()
+    for _ in range(14):
+        fake = models[0](x=torch.ones(8, 8))["out"]
+        fake.register_hook(lambda gradient: gradient * 2.0**8)
+        booster.backward(models[1](x=fake)["out"].float().mean(), optimizers[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return models[1].pipeline.scaling.value, not torch.equal(models[0].unwrap().head.weight, before)
+
+
+@pytest.mark.turns
+def test_the_scale_of_a_loss_of_two_models_falls_if_either_overflows(pool: Pool) -> None:
+    """The other model halved its own scale, with which no loss was scaled, and skipped every update, silently."""
+    for scale, moved in pool.run(overflowing, 1):
+        assert scale < 2.0**16 and moved
+
+
+def of_other_precision() -> None:
+    models, optimizers, booster = of_two_precisions("fp32", "fp16")
+    models[0].requires_grad_(False)
+    booster.backward(models[1](x=models[0](x=torch.ones(8, 8))["out"])["out"].float().mean(), optimizers[1])
+    models[0].requires_grad_(True)
+    booster.backward(models[1](x=models[0](x=torch.ones(8, 8))["out"])["out"].float().mean(), optimizers[1])
+
+
+@pytest.mark.turns
+def test_two_models_of_which_one_has_a_loss_scale_are_refused(pool: Pool) -> None:
+    """The gradients of the other one kept the factor 65536."""
+    for message in pool.run_expecting(UsageError, of_other_precision, 1):
+        assert "of which only one has a loss scale" in message
+
+
 class Rivals:
     """Two models with dropout in fp16 that train in turns, the second one twice as often; its first step overflows."""
 

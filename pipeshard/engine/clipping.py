@@ -66,6 +66,7 @@ class ModelGradients:
     ) -> None:
         self.sync, self.weights, self.names = holdings.sync, holdings.weights, names
         self.grid, self.max_norm, self.scaling = grid, max_norm, scaling
+        self._used = scaling  # the loss scale of the latest loss, which may be that of another model
         self.all, self.trained = frozenset(names.values()), set[str]()
         self.updated: dict[str, MasterWeight] = {}
         self.copies = WeightCopies(self.updated, grid)
@@ -119,14 +120,15 @@ class ModelGradients:
             wholes += [(group["params"], names & lacking) for group, names in groups]
         return wholes
 
-    def add_to(self, scale: float | None = None) -> None:
+    def add_to(self, scaling: LossScale | None = None) -> None:
         """Prepare to accumulate gradients: record how the loop has changed the existing gradients, discard the cached
-        norm, and rescale the gradients to the loss's `scale`, by default this model's loss scale."""
+        norm, and rescale the gradients by the loss's `scaling`, by default that of this model."""
         self._refuse_mixed()
         self._settle()
         self.updates.judge()
         self.norm, self._stepped = None, None
-        self._rescale(self._scale if scale is None else scale)
+        self._used = scaling or self.scaling
+        self._rescale(1.0 if self._used is None else self._used.value)
 
     @contextmanager
     def discarded_on_failure(self, foreign: Iterable[Tensor]) -> Iterator[None]:
@@ -234,6 +236,8 @@ class ModelGradients:
                     self.updates.skipped()
                 self._rescale(1.0)
                 self.scaling.update(self.overflow)
+                if self.overflow and self._used is not None and self._used is not self.scaling:
+                    self._used.update(True)
             if is_clipped:
                 self.norm, self.norm_type = before
         self._stepped.add(optimizer)

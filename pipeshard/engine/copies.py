@@ -124,8 +124,8 @@ class WeightCopies:
         written = self._written()
         masters = [name for name, (is_parameter, _) in written.items() if not is_parameter]
         trained = [weight for weight in self._watched if weight.parameter.requires_grad]
-        own = {weight.name for weight in trained if weight.owner == self._grid.replica}
-        others = {weight.name for weight in trained} - own
+        own = {weight.name for weight in trained if weight.owner == self._grid.replica and not weight.is_double}
+        others = {weight.name for weight in trained if weight.owner != self._grid.replica}
         is_own = len(own) > 1 and own <= written.keys() and bool(others) and others.isdisjoint(written)
         if masters or is_own:
             raise UsageError(UNSHARED.format(name=min(masters or own)))

@@ -438,6 +438,8 @@ class Pipeline:
         return {"loss": shown, "outputs": merged}
 
     def _refuse_other_way(self, doubts: Sequence[Doubt], criterion: Criterion | None, train: bool) -> None:
+        if self.num_stages == 1:  # has all results
+            return
         with self.precision.running():
             self.traces.refuse_other_way(doubts, criterion, self.grid.world, train)
 

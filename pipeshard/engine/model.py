@@ -23,12 +23,10 @@ class Whole:
 
     Attributes:
         adding: while `backward` is running, the models that accumulate gradients, in the order in which it reaches
-            them, which is the same on all replicas.
-        scale: the factor by which `backward` has multiplied the loss.
+            them, which is the same on all replicas. The first one has scaled the loss.
     """
 
     adding: ClassVar[list["Whole"]] = []
-    scale: ClassVar[float] = 1.0
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -61,10 +59,9 @@ class Whole:
             else:
                 batch = replace(read_batch(pipeline.model, kwargs or args), taken=None)
                 output = precision.of_batch(batch).call(pipeline.model)
-        if pipeline.grid.dp_size > 1 or pipeline.scaling is not None:
-            for tensor in tree_tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._reached)
+        for tensor in tree_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._reached)
         return output
 
     @together_in("booster.backward")
@@ -74,7 +71,7 @@ class Whole:
         pipeline = self.pipeline
         if pipeline.gradients.copies.zero:
             pipeline.gradients.copies.refuse_differing()
-        with replaced(Whole, adding=[], scale=pipeline.scale):
+        with replaced(Whole, adding=[]):
             self._begin()
             loss.backward(filled_like(loss, pipeline.scale / pipeline.grid.dp_size))
             added = Whole.adding
@@ -85,19 +82,27 @@ class Whole:
     def _begin(self) -> None:
         """Prepare this model to accumulate the gradients of the loss that `backward` runs on."""
         Whole.adding.append(self)
-        self.pipeline.gradients.add_to(Whole.scale)
+        scaling = Whole.adding[0].pipeline.scaling
+        is_alike = (scaling is None) == (self.pipeline.scaling is None)
+        if not is_alike and any(parameter.requires_grad for parameter in self.pipeline.model.parameters()):
+            raise UsageError(
+                "the loss depends on two boosted models, of which only one has a loss scale (precision='fp16'): boost "
+                "both with the same precision, or freeze one of them for this loss"
+            )
+        self.pipeline.gradients.add_to(scaling)
         if problems := self.pipeline.sync.problems():
             raise UsageError(problems[0])
         self.pipeline.sync.begin()
 
     def _reached(self, _: Tensor) -> None:
         """Called before the backward of this model, with the gradient of an output."""
-        if not Whole.adding:
+        pipeline = self.pipeline
+        if not Whole.adding and (pipeline.grid.dp_size > 1 or pipeline.scaling is not None):
             raise UsageError(
                 "loss.backward() would neither scale the loss (precision='fp16') nor sum gradients over replicas: "
                 "call booster.backward(loss, optimizer)"
             )
-        if self not in Whole.adding:
+        if Whole.adding and self not in Whole.adding:
             self._begin()
 
 

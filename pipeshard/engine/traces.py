@@ -31,6 +31,7 @@ from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.kinds import modes
 from pipeshard.graph.places import format_path
+from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import MOST_STATES, Flags, Looks
 from pipeshard.graph.taint import Lone
@@ -333,22 +334,19 @@ class Traces:
         entry = batch.entry if batch is not None else ""
         return key_of(criterion), self._state, self._training, modes()[1:], watched, entry
 
-    def _trace(self, batch: Batch, criterion: Criterion | None, grad: bool = True) -> Way:
-        flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths), grad)
+    def _trace(
+        self, batch: Batch, criterion: Criterion | None, grad: bool = True, draw: Callable[[int], object] = no_draw
+    ) -> Way:
+        flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths), grad, draw)
         deltas = flow.axes.deltas(batch)
         if deltas is None or not _answers(flow, deltas, batch):  # the trace is valid only for its own sizes or values
-            flow = self._traced(batch, criterion, True, grad)
+            flow = self._traced(batch, criterion, True, grad, draw)
             deltas = flow.axes.deltas(batch)
         assert deltas is not None
         return flow, deltas
 
     def _traced(
-        self,
-        batch: Batch,
-        criterion: Criterion | None,
-        exact: bool,
-        grad: bool,
-        draw: Callable[[int], object] = lambda place: None,
+        self, batch: Batch, criterion: Criterion | None, exact: bool, grad: bool, draw: Callable[[int], object]
     ) -> Dataflow:
         device, lent = self.policy.replay.device, self._lent
         with Lone.of(len(set(self.policy.placement))):
@@ -368,10 +366,7 @@ class Traces:
             confirmed = self._confirmed.setdefault(flow, Counter())
             if differs or confirmed[train] >= (MOST_DOUBTS if flow.glue_random else 1):
                 continue
-            if flow.glue_random:
-                now = self._traced(batch, criterion, True, train, draw)
-            else:
-                now = self._trace(batch, criterion, train)[0]
+            now, _ = self._trace(batch, criterion, train, *([draw] if flow.glue_random else []))
             differs = _reads_more(now, flow)
             confirmed[train] += not differs
         if any(gather_objects(differs, world)):

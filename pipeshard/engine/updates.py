@@ -372,7 +372,7 @@ def warn_of_ranks(told: Sequence[Sequence[Mapping[str, Any]]], kind: type[Optimi
     from the parameters of its rank. `told` are the options of each rank's groups."""
     pairs = [(of_rank[0], options) for of_rank in told for options in of_rank]
     keys = [key for key in told[0][0] if all(_is_close(options.get(key), one.get(key)) for one, options in pairs)]
-    options = [{f"every group of {kind.__name__} 0": {key: of_rank[0][key] for key in keys}} for of_rank in told]
+    options = [{f"every group of {kind.__name__} 0": {key: of_rank[0].get(key) for key in keys}} for of_rank in told]
     if grid.first and (problem := options_problem(options, grid.named)):
         logger.warning("%s", problem)
 

@@ -8,13 +8,14 @@ from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.errors import UsageError, of_all
 from pipeshard.graph.places import MISSING, names_in
 from pipeshard.hf import CACHES, POSITIONS, USES_CACHE, is_quantized_cache, rope_limit
+from pipeshard.private import tree_tensors
 from pipeshard.slices.cut import positions_of
 
 
@@ -69,9 +70,10 @@ class Samples:
         for unit, whole in self.units.items():
             for path, module in whole.named_modules(prefix=unit):
                 for name in sorted(assigned(type(module))):  # type: ignore[arg-type]
-                    value = vars(module).get(name, MISSING)  # not a parameter, and not a buffer
+                    of_class = inspect.getattr_static(type(module), name, MISSING)
+                    value = vars(module).get(name, of_class)  # not a parameter, and not a buffer
                     is_later = not hasattr(module, name)  # created in the first forward
-                    if is_later or isinstance(value, Tensor | None):
+                    if is_later or value is None or tree_tensors(value):
                         return f"{path} ({type(module).__name__}) may keep states of samples in its attribute {name}"
         return None
 

@@ -18,6 +18,10 @@ from pipeshard.errors import TraceError
 from pipeshard.private import DispatchMode, graph_task, saved_tensors_hooks, tree_leaves
 
 
+def no_draw(place: int) -> None:
+    """Seed nothing before the call at this place."""
+
+
 class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so a dropout mask does not
     depend on the number of stages. In a forward-only call, the hash also contains the number of forward-only calls

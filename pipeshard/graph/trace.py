@@ -20,6 +20,7 @@ from pipeshard.graph.dataflow import Dataflow, Reads
 from pipeshard.graph.places import is_comparable
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.question import Question, general_questions
+from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import Axes, Count, TensorSpec, is_count
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
@@ -41,7 +42,7 @@ def trace(
     device: torch.device | None = None,
     lent: Mapping[str, Mapping[str, Tensor]] | None = None,
     grad: bool = True,
-    draw: Callable[[int], object] = lambda place: None,
+    draw: Callable[[int], object] = no_draw,
 ) -> Dataflow:
     """Return the Dataflow of `model(batch)` and of `criterion(output, batch)` (by default the output's loss).
 

@@ -28,7 +28,7 @@ from pipeshard.graph.meter import Meter
 from pipeshard.graph.preserve import as_trained
 from pipeshard.graph.question import Recipes
 from pipeshard.graph.readers import Readers
-from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
+from pipeshard.graph.rng import CheckpointSpans, Randomness, no_draw, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
@@ -66,7 +66,7 @@ class Tracer:
         cuts: Sequence[str] = (),
         device: torch.device | None = None,
         lent: Mapping[str, Mapping[str, Tensor]] | None = None,
-        draw: Callable[[int], object] = lambda place: None,
+        draw: Callable[[int], object] = no_draw,
     ) -> None:
         self.model, self.criterion, self.meter, self.draw = model, criterion, meter, draw
         self.units = find_units(model, cuts)

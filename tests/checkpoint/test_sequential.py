@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -140,6 +141,8 @@ def caches_of_attempts(folder: Path) -> list[bool]:
         split.booster.save_model(split.model, str(folder / str(attempt)), shard=True)
         found.append(json.loads((folder / str(attempt) / "config.json").read_text())["use_cache"])
         assert not model.config.use_cache
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
+    found.append(bool(Split(wrapped, 1, data, num_microbatches=2).model.pipeline.cached))
     return found
 
 
@@ -147,7 +150,7 @@ def caches_of_attempts(folder: Path) -> list[bool]:
 def test_a_model_that_is_boosted_again_keeps_its_use_cache(pool: Pool, tmp_path: Path) -> None:
     """Boost turns caches off. A notebook's cell that ran again, or after an interrupt, took this for the user's
     setting, and wrote it to the config."""
-    assert pool.run(caches_of_attempts, 1, tmp_path) == [[True] * 4]
+    assert pool.run(caches_of_attempts, 1, tmp_path) == [[True] * 5]
 
 
 @pytest.mark.turns
