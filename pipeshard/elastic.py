@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import differing_folders
+from pipeshard.checkpoint.files import refuse_differing_folders
 from pipeshard.checkpoint.training_state import (
     check_complete,
     check_contents,
@@ -98,11 +98,7 @@ class PreemptibleJob:
         """
         check_complete(model, optimizer)
         check_loader(model, dataloader)
-        if apart := differing_folders(self.directory, _world()):
-            raise UsageError(
-                f"the directory of the {type(self).__name__} differs between ranks: {apart}. Pass the same directory "
-                "on every rank: if its path contains the time, compute the path on one rank, and broadcast it"
-            )
+        refuse_differing_folders(f"the directory of the {type(self).__name__}", self.directory, _world())
         self._parts = model, optimizer, lr_scheduler, dataloader
         if getattr(dataloader, "num_workers", 0):
             dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)

@@ -31,7 +31,7 @@ from pipeshard.planner.autoconfig import Layout, layouts
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.agents import Agents, Line, lines
-from tests.messages import assert_told
+from tests.messages import assert_told, assert_told_alike, messages_of
 from tests.pool import Pool
 from tests.unsplit import Split
 
@@ -195,13 +195,8 @@ def refused(folder: Path) -> list[str]:
         lambda: ElasticJob(folder, lambda ranks: Layout(2, 1, 8, 1), 4),
         lambda: ElasticJob(folder, 2, 4).save(),
     ]
-    messages = []
     with mock.patch("signal.signal"):
-        for attempt in attempts:
-            with pytest.raises((ConfigurationError, UsageError)) as caught:
-                attempt()
-            messages.append(str(caught.value))
-    return messages
+        return messages_of(attempts, ConfigurationError, UsageError)
 
 
 def test_the_layout_may_be_planned(pool: Pool, tmp_path: Path) -> None:
@@ -217,9 +212,7 @@ def test_jobs_that_cannot_work_are_refused_alike_on_every_rank(pool: Pool, tmp_p
         "chosen for 2 ranks and global_batch=4 is for 2 ranks and global_batch=8",
         "save was called before resume: call job.resume",
     ]
-    first, second = pool.run(refused, 2, tmp_path)
-    assert first == second
-    assert_told(first, expected)
+    assert_told_alike(pool.run(refused, 2, tmp_path), expected)
 
 
 def preempted(folder: Path, begins: int) -> tuple[int, int]:
@@ -397,13 +390,8 @@ def unsavable(folder: Path) -> list[str]:
         lambda: after_a_step(torch.optim.lr_scheduler.LambdaLR(optimizer, Warmup())),
         with_a_foreign_state,
     ]
-    messages = []
     with mock.patch("signal.signal"), mock.patch("signal.pthread_sigmask"):
-        for attempt in attempts:
-            with pytest.raises(PipeshardError) as caught:
-                attempt()
-            messages.append(str(caught.value))
-    return messages
+        return messages_of(attempts, PipeshardError)
 
 
 @pytest.mark.turns
@@ -420,9 +408,7 @@ def test_a_job_that_could_not_save_ends_before_its_second_step(pool: Pool, tmp_p
         "the state of this LambdaLR cannot be saved .*set is not a type of plain values",
         "the optimizer's state has the key -1, which is not a parameter",
     ]
-    first, second = pool.run(unsavable, 2, tmp_path)
-    assert first == second
-    assert_told(first, expected)
+    assert_told_alike(pool.run(unsavable, 2, tmp_path), expected)
     assert not list(tmp_path.glob("step-*"))
 
 

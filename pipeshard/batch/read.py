@@ -90,7 +90,7 @@ def taken_by(model: nn.Module, data: Any) -> int | None:
     """
     if not isinstance(data, tuple | list) or len(data) < 2:
         return None
-    parameters = _parameters(model)
+    parameters = parameters_of_forward(model)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
     places = _positional(parameters)
@@ -118,7 +118,7 @@ def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str
     A criterion may read a mask, so that integers are labels there only if some are neither 0 nor 1.
     """
     data, path = batch.data, batch.paths[-1]
-    places = _positional(_parameters(model))
+    places = _positional(parameters_of_forward(model))
     is_whole = isinstance(data, tuple | list) and batch.taken is None and 1 < len(data) <= len(places)
     if not is_whole or path not in read or not isinstance(data[-1], Tensor) or data[-1].dtype not in INTEGERS:
         return
@@ -134,10 +134,10 @@ def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str
 
 def argument_names(model: nn.Module) -> list[str]:
     """The names of the positional arguments of the model's forward, or an empty list if it has no signature."""
-    return [parameter.name for parameter in _positional(_parameters(model))]
+    return [parameter.name for parameter in _positional(parameters_of_forward(model))]
 
 
-def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+def parameters_of_forward(model: nn.Module) -> list[inspect.Parameter]:
     """The parameters of the model's forward, or an empty list if it has no signature."""
     try:
         return list(inspect.signature(model.forward).parameters.values())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pipeshard.distributed.collectives import gather_objects, reason
 from pipeshard.distributed.peers import own_host
 from pipeshard.distributed.watching import named
-from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
+from pipeshard.errors import CheckpointError, PipeshardError, UsageError, of_all, summary
 from pipeshard.script import exit_now
 
 _unraised: list[Exception] = []  # of background saves that failed
@@ -48,6 +48,15 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
         own = len(set(messages)) == 1 or message.startswith("rank ")  # identical on all ranks, or already names a rank
         shared = CheckpointError(message if own else f"{named(rank)}: {message}")
         raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
+
+
+def refuse_differing_folders(what: str, folder: Path, group: dist.ProcessGroup) -> None:
+    """Raise UsageError, on every rank, if `folder`, which the user knows as `what`, differs between ranks."""
+    if apart := differing_folders(folder, group):
+        raise UsageError(
+            f"{what} differs between ranks: {apart}. Pass the same folder on every rank: if its path contains the "
+            "time, compute the path on one rank, and broadcast it"
+        )
 
 
 def differing_folders(folder: Path, group: dist.ProcessGroup) -> str:

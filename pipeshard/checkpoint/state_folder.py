@@ -51,6 +51,12 @@ SCHEDULER = "lr_scheduler"  # a key of training.pt
 MARKS = ".marks"  # a folder in the hidden folder, through which the ranks synchronize
 
 
+def by_name(name: str, given: Any) -> dict[str, Any]:
+    """The given objects (one, a sequence, or None), by their names in a training state: `name`, `name-1` and so on."""
+    every = [] if given is None else given if isinstance(given, list | tuple) else [given]
+    return {f"{name}-{k}" if k else name: each for k, each in enumerate(every)}
+
+
 def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup, others: Collection[str] = frozenset()) -> None:
     """Write the manifest of all files that the first rank finds in the folder, except for its `others`. Call it on all
     ranks, since each rank computes some of the checksums."""

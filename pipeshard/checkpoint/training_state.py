@@ -3,9 +3,7 @@
 import copy
 import gc
 import logging
-import math
 import os
-import random
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -29,6 +26,8 @@ from pipeshard.checkpoint.optimizer import (
     optimizer_part,
     save_optimizer,
 )
+from pipeshard.checkpoint.random_state import own_random_state, random_states, set_random_state
+from pipeshard.checkpoint.rest import read_rest, rest_of, restore_rest
 from pipeshard.checkpoint.state_folder import (
     MANIFEST,
     MARKS,
@@ -37,65 +36,19 @@ from pipeshard.checkpoint.state_folder import (
     REST,
     SCHEDULER,
     StateSave,
+    by_name,
     damage,
     flaw,
     lock,
     seal,
 )
-from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.distributed.collectives import gather_objects, together_in
-from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
-from pipeshard.errors import CheckpointError, explained, summary
-
-
-def random_state() -> dict[str, Any]:
-    """The states of torch's, CUDA's, Python's and NumPy's random generators. (torch's state includes the seed of
-    dropout.)"""
-    algorithm, keys, *rest = np.random.get_state()
-    numpy = (algorithm, np.asarray(keys).tolist(), *rest)
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
-
-
-def random_states(grid: Grid) -> dict[str, Any]:
-    """The random states of all ranks, and the sizes of the grid to which they belong. Call it on all ranks."""
-    return {"layout": _layout(grid), "ranks": gather_objects(random_state(), grid.world)}
-
-
-def own_random_state(rest: dict[str, Any], grid: Grid) -> Any:
-    """This rank's random state in the content of a training.pt. If the sizes of the grid have changed, or an earlier
-    version wrote the file, this is the first rank's state."""
-    return rest["ranks"][grid.world.rank()] if rest.get("layout") == _layout(grid) else rest["random"]
-
-
-def _layout(grid: Grid) -> list[int]:
-    return [grid.dp_size, grid.pp_size, grid.tp_size]
-
-
-def check_random_state(state: Any) -> None:
-    """Check a state by setting it on temporary generators. They raise an error if the state is invalid."""
-    torch.Generator().set_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(state["cuda"])
-    random.Random().setstate(state["python"])
-    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # NumPy does not check its position
-        raise ValueError(f"NumPy's position is {state['numpy'][2]}")
-    np.random.RandomState().set_state(state["numpy"])
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-
+from pipeshard.errors import CheckpointError
 
 logger = logging.getLogger("pipeshard")
-OTHERS = "others"  # in a training.pt, the progress of all models but the first
 STEP = re.compile(r"step-(\d{8,})")
 HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed)")  # leftovers of killed saves
 
@@ -171,12 +124,6 @@ def models_by_name(model: nn.Module | Sequence[nn.Module]) -> dict[str, Pipeline
     """The given boosted models, at least one, by their names in a training state."""
     given: Any = model if isinstance(model, list | tuple) and model else [model]
     return {name: boosted_model(each) for name, each in by_name(MODEL, given).items()}
-
-
-def by_name(name: str, given: Any) -> dict[str, Any]:
-    """The given objects (one, a sequence, or None), by their names in a training state: `name`, `name-1` and so on."""
-    every = [] if given is None else given if isinstance(given, list | tuple) else [given]
-    return {f"{name}-{k}" if k else name: each for k, each in enumerate(every)}
 
 
 def check_complete(model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
@@ -440,73 +387,6 @@ def _choose(parent: Path, step: int | None) -> list[int]:
     raise CheckpointError(
         f"{parent} contains {what}{''.join(flaws[-3:])}: pass a directory that save_training_state wrote{advice}"
     )
-
-
-def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, dataloader: Any = None) -> dict[str, Any]:
-    """The content of training.pt: a training state without the weights and the optimizers. Raises CheckpointError for a
-    state that `read_rest` could not read."""
-
-    def state_of(part: Any) -> Any:
-        return None if part is None else plain(part.state_dict(), f"this {type(part).__name__}")
-
-    first, *others = (_progress(model.pipeline) for model in models)
-    schedulers = {name: state_of(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
-    parts = {"random": random_state(), "dataloader": state_of(dataloader), SCHEDULER: None, **schedulers}
-    return first | parts | {OTHERS: others}
-
-
-def restore_rest(models: Sequence[PipelineModel], rest: dict[str, Any], lr_scheduler: Any) -> None:
-    """Restore the result of `rest_of`, except the dataloader and the random generators."""
-    for name, scheduler in by_name(SCHEDULER, lr_scheduler).items():
-        scheduler.load_state_dict(rest[name])
-    for model, progress in zip(models, (rest, *rest.get(OTHERS, ()))):
-        _continue(model.pipeline, progress)
-
-
-def _progress(pipeline: Pipeline) -> dict[str, Any]:
-    """What the steps of one model depend on, apart from its tensors."""
-    return {
-        "steps": pipeline.steps,
-        "forwards": pipeline.forwards,
-        "model": pipeline.policy.replay.randomness.model,
-        "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
-    }
-
-
-def _continue(pipeline: Pipeline, progress: dict[str, Any]) -> None:
-    pipeline.steps, pipeline.forwards = progress["steps"], progress.get("forwards", 0)
-    randomness = pipeline.policy.replay.randomness  # a resumed script may have boosted fewer models before this one
-    randomness.model = progress.get("model", randomness.model)
-    if pipeline.scaling is not None and progress.get("loss_scale"):
-        pipeline.scaling.load_state_dict(progress["loss_scale"])
-
-
-def read_rest(file: Path) -> dict[str, Any]:
-    """Read the result of `rest_of` from a file. Raises CheckpointError if the result is damaged or invalid."""
-    advice = "load another step (step=...)"
-    rest = load_plain(file, "the training.pt of a training state", advice)
-    with explained(  # generators may raise anything for an invalid state
-        lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
-    ):
-        for progress in (rest, *rest.get(OTHERS, ())):
-            _check_progress(progress)
-        for key in ("dataloader", *(key for key in rest if key.startswith(SCHEDULER))):
-            if not isinstance(rest.get(key), dict | None):
-                raise TypeError(f"{key} must be a dict")
-        ranks = rest.get("ranks", [])
-        if len(ranks) != (math.prod(rest["layout"]) if ranks else 0):
-            raise ValueError(f"it has the random states of {len(ranks)} ranks, in a layout of {rest['layout']}")
-        for state in (rest["random"], *ranks):
-            check_random_state(state)
-    return rest
-
-
-def _check_progress(progress: dict[str, Any]) -> None:
-    for key, count in ("steps", progress["steps"]), *((key, progress.get(key, 0)) for key in ("forwards", "model")):
-        if not isinstance(count, int) or count < 0:
-            raise ValueError(f"{key} must be a non-negative integer")
-    if not isinstance(progress.get("loss_scale"), dict | None):
-        raise TypeError("loss_scale must be a dict")
 
 
 def _remove_leftovers(parent: Path) -> None:

@@ -128,7 +128,7 @@ class ModelGradients:
         self.updates.judge()
         self.norm, self._stepped = None, None
         self._used = scaling or self.scaling
-        self._rescale(1.0 if self._used is None else self._used.value)
+        self._rescale(self._scale)
 
     @contextmanager
     def discarded_on_failure(self, foreign: Iterable[Tensor]) -> Iterator[None]:
@@ -281,7 +281,7 @@ class ModelGradients:
 
     @property
     def _scale(self) -> float:
-        return 1.0 if self.scaling is None else self.scaling.value
+        return 1.0 if self._used is None else self._used.value
 
     def _rescale(self, factor: float) -> None:
         if factor != self._factor:

@@ -92,11 +92,10 @@ class WeightCopies:
         followed = []
         for k, weight in enumerate(self._watched):
             (one, other), (one_before, other_before) = (states[2 * k : 2 * k + 2] for states in (now, noted))
-            if other != other_before:  # a read of the parameter's data does not imply a write
-                followed.append(weight.follow(one[:3] != one_before[:3], True, adopts))
-                weight.is_due |= followed[-1]
-            elif one != one_before:
-                followed.append(weight.follow(True, False, adopts))
+            # Beside a write to `master`, a read of the parameter's data does not imply a write.
+            is_master, is_parameter = other != other_before, one[:3] != one_before[:3]
+            if is_master or one != one_before:
+                followed.append(weight.follow(is_parameter or not is_master, is_master, adopts))
                 weight.is_due |= followed[-1]
             elif is_updated:
                 weight.take_value()

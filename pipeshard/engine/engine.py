@@ -383,10 +383,7 @@ class Pipeline:
         elif self.holdings.sharded is not None:
             self.holdings.sharded.reshard()
         own_progress().in_flight = False
-        microbatches = zip((batch for batches in cut for batch in batches), self.ran, strict=True)
-        random = self.policy.replay.randomness
-        doubts = [Doubt(b, ran.flow, random.of(i, ran.flow.python_random)) for i, (b, ran) in enumerate(microbatches)]
-        return self._collect(asked, flow, doubts)
+        return self._collect(asked, cut, flow)
 
     def _refuse_untrainable(self, flow: Dataflow, outputs: Outputs) -> None:
         if flow.loss is None:
@@ -414,7 +411,7 @@ class Pipeline:
         with discarding, self.stages.deferring():
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
-    def _collect(self, asked: Asked, flow: Dataflow, doubts: Sequence[Doubt]) -> dict[str, Any]:
+    def _collect(self, asked: Asked, cut: Sequence[Sequence[Batch]], flow: Dataflow) -> dict[str, Any]:
         """Return the loss and the outputs, if requested. If the loss is NaN, the ranks check whether the forward still
         matches its trace. On a GPU, a loss that is not requested is checked in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
@@ -430,12 +427,18 @@ class Pipeline:
         if outputs.needed:
             self.traces.seen.add(flow)
         if is_nan:
-            self._refuse_other_way(doubts, criterion, train)
+            self._refuse_other_way(self._doubts(cut), criterion, train)
         if train and not is_looked_at:
             is_unknown = None if loss is None else loss.detach().isnan()
-            self._unseen = Unseen(is_unknown, doubts, criterion)
+            self._unseen = Unseen(is_unknown, self._doubts(cut), criterion)
         shown = total.to(self.device).as_subclass(StepLoss) if asked.loss and total is not None else None
         return {"loss": shown, "outputs": merged}
+
+    def _doubts(self, cut: Sequence[Sequence[Batch]]) -> list[Doubt]:
+        """The microbatches of the step that has just run, with their random numbers."""
+        microbatches = zip((batch for batches in cut for batch in batches), self.ran, strict=True)
+        random = self.policy.replay.randomness
+        return [Doubt(b, ran.flow, random.of(i, ran.flow.python_random)) for i, (b, ran) in enumerate(microbatches)]
 
     def _refuse_other_way(self, doubts: Sequence[Doubt], criterion: Criterion | None, train: bool) -> None:
         if self.num_stages == 1:  # has all results

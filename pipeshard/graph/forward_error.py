@@ -1,10 +1,9 @@
 """Forward error: the TraceError for a model whose forward fails in a trace, with a remedy for what the user passed."""
 
-import inspect
-
 from torch import nn
 
 from pipeshard.batch.batch import FOR_CRITERION, Batch
+from pipeshard.batch.read import parameters_of_forward
 from pipeshard.errors import TraceError, summary
 
 TRITON = (
@@ -40,9 +39,8 @@ def _unknown_keys(called: nn.Module, batch: Batch) -> list[str]:
     """The keys of a batch that the called module receives, but does not take."""
     if not isinstance(batch.data, dict):
         return []
-    try:
-        parameters = inspect.signature(called.forward).parameters.values()
-    except (TypeError, ValueError):  # it has no signature
+    parameters = parameters_of_forward(called)
+    if not parameters:  # it has no signature, or no arguments
         return []
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return []

@@ -17,12 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeshard.checkpoint.files import differing, differing_folders, new_folder, remove, together, writes
+from pipeshard.checkpoint.files import (
+    differing,
+    differing_folders,
+    new_folder,
+    refuse_differing_folders,
+    remove,
+    together,
+    writes,
+)
 from pipeshard.checkpoint.io import io_of, refuse_packed, refuse_unwrapped_adapters
 from pipeshard.checkpoint.lora import load_lora, save_lora, warn_of_other_weights
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
+from pipeshard.checkpoint.random_state import own_random_state, random_states
+from pipeshard.checkpoint.rest import read_rest, rest_of, restore_rest
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
-from pipeshard.checkpoint.training_state import own_random_state, random_states, read_rest, rest_of, restore_rest
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
@@ -143,11 +152,7 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
 @together_in("trainer.train")
 def refuse_several_folders(folder: Path, grid: Grid) -> None:
     """Raise UsageError, on every rank, if the ranks would save checkpoints to different folders."""
-    if apart := differing_folders(folder, grid.world):
-        raise UsageError(
-            f"output_dir differs between ranks: {apart}. Pass the same folder on every rank: if its path contains "
-            "the time, compute the path on one rank, and broadcast it"
-        )
+    refuse_differing_folders("output_dir", folder, grid.world)
 
 
 @together_in("trainer.save_model")

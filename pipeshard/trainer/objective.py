@@ -26,7 +26,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from pipeshard.batch.batch import FOR_CRITERION
 from pipeshard.checkpoint.files import together
-from pipeshard.checkpoint.training_state import random_state, set_random_state
+from pipeshard.checkpoint.random_state import random_state, set_random_state
 from pipeshard.data.order import is_equal
 from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline

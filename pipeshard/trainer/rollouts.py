@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.training_state import random_state, set_random_state
+from pipeshard.checkpoint.random_state import random_state, set_random_state
 from pipeshard.distributed.collectives import share_in_turn, together_in
 from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError, UsageError, summary

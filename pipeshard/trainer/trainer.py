@@ -24,7 +24,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.load import refuse_ignored_adapters
 from pipeshard.checkpoint.optimizer import check_savable
-from pipeshard.checkpoint.training_state import set_random_state
+from pipeshard.checkpoint.random_state import set_random_state
 from pipeshard.data.first_samples import first_samples
 from pipeshard.data.order import refuse_unseeded
 from pipeshard.data.seeded import share_generators

@@ -26,7 +26,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.engine.optimizer_trial import check_separable
 from pipeshard.errors import CheckpointError, ConfigurationError
 from tests import zoo
-from tests.messages import assert_told
+from tests.messages import assert_told_alike, messages_of
 from tests.pool import Pool
 from tests.unsplit import Split
 
@@ -430,11 +430,8 @@ def wrong(folder: Path) -> list[str]:
         lambda: full_disk("good", shard=True),
         lambda: full_disk("good.pt", shard=False),
     ]
-    before, messages = run.state, []
-    for attempt in attempts:
-        with pytest.raises(CheckpointError) as caught:
-            attempt()
-        messages.append(str(caught.value))
+    before = run.state
+    messages = messages_of(attempts, CheckpointError)
     assert same(before, run.state)
     for name in ("good", "good.pt"):
         load(name)
@@ -500,9 +497,7 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         "OSError: .*No space left on device",
         "OSError: .*No space left on device",
     ]
-    ranks = pool.run(wrong, 2, tmp_path)
-    assert ranks[0] == ranks[1]
-    assert_told(ranks[0], expected)
+    assert_told_alike(pool.run(wrong, 2, tmp_path), expected)
     assert (tmp_path / "else" / "thesis.txt").read_text() == "years of work"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 

@@ -35,6 +35,7 @@ from pipeshard.split.quantized import EXTRAS, quantization_of, refuse_other_ways
 from pipeshard.verify.decide import Proven, alone, is_known
 from pipeshard.verify.proof import EXACT
 from tests.covering import covering
+from tests.messages import messages_of
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool
@@ -621,12 +622,7 @@ def writing(folder: Path) -> list[str]:
         lambda: split.booster.save_model(split.model, str(folder / "b"), shard=True),
         lambda: to_sequential(split.model),
     )
-    said = []
-    for call in calls:
-        with pytest.raises((CheckpointError, UsageError)) as caught:
-            call()
-        said.append(str(caught.value))
-    return said
+    return messages_of(calls, CheckpointError, UsageError)
 
 
 def saving_all(folder: Path) -> None:

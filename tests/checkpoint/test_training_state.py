@@ -37,7 +37,7 @@ from pipeshard.checkpoint.state_folder import lock
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.errors import CheckpointError
 from tests import zoo
-from tests.messages import assert_told
+from tests.messages import assert_told, assert_told_alike, messages_of
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
@@ -297,12 +297,7 @@ def wrong(folder: Path) -> list[str]:
         lambda: save_training_state(folder / "new", 1, model, training.optimizer.unwrap()),
         lambda: save_training_state(folder / "all", 4, **parts),
     ]
-    messages = []
-    for attempt in attempts:
-        with pytest.raises(CheckpointError) as caught:
-            attempt()
-        messages.append(str(caught.value))
-    return messages
+    return messages_of(attempts, CheckpointError)
 
 
 @pytest.mark.turns
@@ -323,9 +318,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Poo
         "this AdamW was not boosted",
         "all already contains step 5, which would remain the newest",
     ]
-    ranks = pool.run(wrong, 2, tmp_path)
-    assert ranks[0] == ranks[1]
-    assert_told(ranks[0], expected)
+    assert_told_alike(pool.run(wrong, 2, tmp_path), expected)
     assert not list((tmp_path / "new").glob("*step*"))
 
 
