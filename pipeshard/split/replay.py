@@ -237,7 +237,7 @@ class Replay:
         arguments = args, kwargs
         if self._zeros is not None:
             self._zeros.refuse(arguments, f"unit {step.unit}")
-        before = self._observed(step, run)
+        before = self._observed(step, run) if step.observed else []
         with self._proving(step, run, arguments):
             result, asides = self._called(step, run, forward, arguments)
         if before:
