@@ -198,7 +198,7 @@ class AutoConfig(Layout):
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)
-        check_positive(ranks=ranks)
+        check_positive(ranks=ranks, microbatch_size=min(sizes, default=0))
         if profile is not None and len(sizes) > 1:
             raise ConfigurationError(
                 f"profile has the times of one microbatch size, but microbatch_size={sizes}: use "
@@ -206,8 +206,7 @@ class AutoConfig(Layout):
             )
         devices = Devices.parse(ranks, device_memory, device_speed, link)
         unit, considered, measured = 0.0, [], False
-        for size in sizes:
-            legal = layouts(ranks, global_batch, size, pp_size, tp_size)
+        for size, legal in _legal(ranks, global_batch, sizes, pp_size, tp_size).items():
             microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
             if microbatch.rows != size:
                 raise ConfigurationError(
@@ -237,6 +236,21 @@ class AutoConfig(Layout):
             considered=tuple(considered),
             tp_size=tp_size,
         )
+
+
+def _legal(
+    ranks: int, global_batch: int, sizes: Sequence[int], pp_size: int | None, tp_size: int
+) -> dict[int, list[Layout]]:
+    """The legal layouts for each microbatch size that has any. Raises the first size's error if no size has any."""
+    found, errors = {}, []
+    for size in sizes:
+        try:
+            found[size] = layouts(ranks, global_batch, size, pp_size, tp_size)
+        except ConfigurationError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 def _of_size(partition: str, size: int) -> str:

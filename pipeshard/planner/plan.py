@@ -14,6 +14,7 @@ from pipeshard.planner.memory import Memory, Training, tensor_bytes
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.search import Searched
 from pipeshard.schedule.simulate import Simulation, simulate_parts
+from pipeshard.schedule.slices import refuse_unsliced
 from pipeshard.split.boundary import Boundary
 from pipeshard.split.partition import Cuts
 
@@ -224,6 +225,7 @@ class Plan:
     def in_slices(self) -> list[InSlices]:
         """Estimate `schedule` with 1 to 16 slices. Raises ConfigurationError if the schedule does not support
         slices."""
+        refuse_unsliced(self.schedule)
         costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         found = []

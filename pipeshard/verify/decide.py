@@ -101,12 +101,12 @@ def prove_at_boost(
     auto = config.verify == "auto" and not alone
     is_sliced, is_ragged = config.has_slices, config.is_ragged
     is_cut = is_sliced or is_ragged  # within samples
-    if not alone and (not config.verify or (stages == 1 and not is_cut)):
+    is_split = stages > 1 or is_cut or (config.num_microbatches != 1 and config.has_exact_loss)
+    if not alone and not (config.verify and is_split):
         return ""
     known = auto and not is_cut and is_known(model, criterion, optimizer)
-    if int(
-        gather(torch.tensor(int(known)), grid.world)[0]
-    ):  # the first rank decides: a hook may exist on only one rank
+    # The first rank decides: a hook may exist on only one rank.
+    if int(gather(torch.tensor(int(known)), grid.world)[0]):
         return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
@@ -115,8 +115,8 @@ def prove_at_boost(
     left = Ragged(model).left_padded(sample) if is_ragged else []
 
     def work(note: Callable[[], None]) -> Proof:
-        if stages == 1 and not is_cut:
-            return Proof(UNPROVEN, "with one stage there is nothing to compare: pass --pp 2 or more")
+        if not is_split:
+            return Proof(UNPROVEN, "with one stage and one microbatch there is nothing to compare: pass --pp 2 or more")
         copies = _copies(config.pp_size, min(2, grid.dp_size))
         free = (SHARE if auto else 1.0) * _free(grid.device)
         on_meta = auto and any(parameter.is_meta for parameter in model.parameters())
@@ -153,6 +153,7 @@ def prove_at_boost(
 
     proof = _on_first(grid, work)
     name = type(model).__name__ + (f" (a copy with {proof.smaller})" if proof.smaller else "")
+    split = "split into stages" if stages > 1 else "split into microbatches"
     if alone:
         raise Proven(proof, f"{name} in {stages} stages, {name_of(config.schedule)}")
     if proof.dependent:
@@ -175,12 +176,12 @@ def prove_at_boost(
         )
     if proof.kind == DIFFERENT:
         raise VerificationError(
-            f"{name} split into {config.pp_size} stages does not match the unsplit model, so training is aborted: "
-            f"{proof.reason}. Every value that crosses a cut must be an argument or a result of a unit: change the "
-            "forward at that point, or cut elsewhere (partition=[...]). PipelinePlugin(verify=False) skips this check"
+            f"{name} {split} does not match the unsplit model, so training is aborted: {proof.reason}. Every value "
+            "that crosses a cut must be an argument or a result of a unit: change the forward at that point, or cut "
+            "elsewhere (partition=[...]). PipelinePlugin(verify=False) skips this check"
         )
     if grid.first:
-        _say(proof, name)
+        _say(proof, name, split, is_asked=config.verify is True)
     return proof.padding
 
 
@@ -270,27 +271,30 @@ def _other_dims(sample: Batch) -> dict[str, int]:
     return dict.fromkeys(cut, 1) if len(sizes) == 1 and min(sizes) > 1 else {}
 
 
-def _say(proof: Proof, name: str) -> None:
+def _say(proof: Proof, name: str, split: str, is_asked: bool) -> None:
+    """Log the proof of a model that is `split` into stages or microbatches. `is_asked`: whether verify=True."""
     for moving in proof.moving:
         logger.warning("%s in microbatches does not exactly match the model on the whole batch: %s", name, moving)
     if proof.kind == EXACT:
-        logger.info("%s split into stages was proven exact in %.1f s", name, proof.seconds)
+        logger.info("%s %s was proven exact in %.1f s", name, split, proof.seconds)
         return
     if proof.kind == PARTLY:
         logger.warning(
-            "%s split into stages was verified in %.1f s, but it could not be compared in full. Not compared: %s",
+            "%s %s was verified in %.1f s, but it could not be compared in full. Not compared: %s",
             name,
+            split,
             proof.seconds,
             "; ".join(proof.but),
         )
         return
+    how = "" if is_asked else "To check it, run `pipeshard verify SCRIPT` or pass PipelinePlugin(verify=True)"
     logger.log(
-        logging.INFO if proof.refused else logging.WARNING,
-        "could not verify that %s split into stages matches the unsplit model: %s. %s. verify=False silences this "
-        "message",
+        logging.INFO if proof.refused and not is_asked else logging.WARNING,
+        "could not verify that %s %s matches the unsplit model: %s. %sverify=False silences this message",
         name,
+        split,
         proof.reason,
-        proof.remedy or "To check it, run `pipeshard verify SCRIPT` or pass PipelinePlugin(verify=True)",
+        f"{proof.remedy or how}. " if proof.remedy or how else "",
     )
 
 

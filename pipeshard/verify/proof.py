@@ -16,6 +16,7 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.dependent import dependent_text, failing, is_of_model
+from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import BatchError, PartitionError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.indices import checking_indices
@@ -49,7 +50,7 @@ class Proof:
     """The result of a proof: `kind` is "exact", "compared in part", "different" or "unproven" (the last two have a
     `reason`). `counts` has the number of comparisons of each kind; `but` lists comparisons that were not made.
 
-    `refused`: whether the reason is an error that training also raises. `coupled`: whether samples depend on each
+    `refused`: whether the reason is an error that training may also raise. `coupled`: whether samples depend on each
     other, so that microbatches do not give the result of the batch. `moving`: state that changes with each microbatch,
     as in gradient accumulation. `dependent`: whether a microbatch does not run by itself, because of the error `cause`.
     `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
@@ -115,6 +116,9 @@ def prove(
     fallbacks may take `seconds`, or STEPS_MORE steps if these take longer. After a difference is found, the time is not
     limited.
     """
+    precision = Precision(config.precision, config.autocast, device)
+    if any(parameter.dtype is precision.dtype for parameter in model.parameters()):
+        sample = precision.of_batch(sample)  # as in training
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
     made = Proof(EXACT)
     with undisturbed(device), checking_indices(device):
@@ -131,7 +135,7 @@ def prove(
             made = Proof(UNPROVEN, str(error))
         except Uncopyable as error:
             made = Proof(UNPROVEN, str(error), remedy=COPY_REMEDY)
-        except PipeshardError as error:  # for the model itself, boost or the first step also raises it
+        except PipeshardError as error:  # for the model itself, boost or the first step usually raises it, too
             made = Proof(UNPROVEN, summary(error), refused=not proving.smaller)
         except Exception as error:  # the user's code, or copying it, may raise anything
             logger.debug("the proof failed", exc_info=True)
@@ -151,7 +155,9 @@ class _Proving:
     """The state of a proof."""
 
     def __init__(self, config: PipelineConfig, given: Copies, device: torch.device, limit: Limit, steps: int) -> None:
-        self.config, self.given, self.device, self.limit, self.steps = config, given, device, limit, steps
+        self.omits_norm = bool(config.max_norm) and given.trains_in_part
+        self.config = replace(config, max_norm=0.0) if self.omits_norm else config
+        self.given, self.device, self.limit, self.steps = given, device, limit, steps
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
         self.moving: dict[str, None] = {}
@@ -382,6 +388,8 @@ class _Proving:
         sides.undivided, self.undivided = self.undivided if dtype is None else None, None
         if sides.unstepped:
             self.but[f"the optimizer's step ({sides.unstepped})"] = None
+        if self.omits_norm:
+            self.but["clipping with max_norm (the optimizer trains only some of the model's parameters)"] = None
         for step in range(self.steps):
             asked = step > 0 and not self.config.is_ragged  # outputs at padding are arbitrary
             self.cut.append(sides.step(comparison, step, asked))

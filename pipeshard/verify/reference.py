@@ -84,9 +84,10 @@ class Copies:
         model, criterion = copy.deepcopy((self.model, self.criterion), memo)
         for old, new in zip(self.model.parameters(), model.parameters(), strict=True):
             copy_hooks(old, new, memo)
-        fill(memo, closures)
-        optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
-        return Copies(model, criterion, optimizer, copy.deepcopy(self.sample))
+        made = Copies(model, criterion, None, copy.deepcopy(self.sample))
+        fill(memo, closures, made)
+        made.optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
+        return made
 
     @property
     def shared(self) -> dict[int, Any]:
@@ -130,6 +131,13 @@ class Copies:
         foreign = [p for group in groups for p in group["params"] if p not in own]
         return {f"parameter {k} of the optimizer, which is not in the model": p for k, p in enumerate(foreign)}
 
+    @property
+    def trains_in_part(self) -> bool:
+        """Whether the optimizer does not train all trainable parameters of the model, so that another one may."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        trained = {parameter for group in groups for parameter in group["params"]}
+        return bool(trained) and any(p.requires_grad and p not in trained for p in self.model.parameters())
+
     def trained(self) -> dict[str, nn.Parameter]:
         """The model's parameters, and the other tensors that its optimizer trains, by name."""
         return dict(self.model.named_parameters()) | self.foreign()
@@ -160,24 +168,49 @@ def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
     return closures
 
 
-def fill(memo: dict[int, Any], closures: Sequence[types.FunctionType]) -> None:
-    """Copy the captured state of these functions into their copies in the memo."""
+def fill(memo: dict[int, Any], closures: Sequence[types.FunctionType], made: Copies) -> None:
+    """Copy the captured state of these functions into their copies in the memo. In `made`, the bound methods of these
+    functions become methods of the copies."""
     for function in closures:
-        made = memo[id(function)]
-        made.__defaults__, made.__kwdefaults__ = copy.deepcopy((function.__defaults__, function.__kwdefaults__), memo)
-        for mine, theirs in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
-            mine.cell_contents = copy.deepcopy(theirs.cell_contents, memo)
+        hollow = memo[id(function)]
+        defaults = copy.deepcopy((function.__defaults__, function.__kwdefaults__), memo)
+        hollow.__defaults__, hollow.__kwdefaults__ = defaults
+        for mine, theirs in zip(hollow.__closure__ or (), function.__closure__ or (), strict=True):
+            mine.cell_contents = _rebound(copy.deepcopy(theirs.cell_contents, memo), memo)
+    for one in (*made.model.modules(), made.criterion):
+        attributes = getattr(one, "__dict__", {})
+        attributes.update({name: _rebound(value, memo) for name, value in attributes.items()})
+    made.criterion = _rebound(made.criterion, memo)
+
+
+def _rebound(value: Any, memo: Mapping[int, Any]) -> Any:
+    """The value, or for a bound method of a function that is in the memo, the method of the function's copy, which
+    deepcopy does not look up."""
+    if not isinstance(value, types.MethodType) or id(value.__func__) not in memo:
+        return value
+    return types.MethodType(memo[id(value.__func__)], value.__self__)
 
 
 def _closures(*owners: Any) -> Iterator[types.FunctionType]:
-    """The functions with captured state among the attributes and hooks of modules, a criterion and an optimizer."""
+    """The functions with captured state among the attributes and hooks of modules, a criterion and an optimizer, also
+    those of bound methods and partial functions, and those that these functions capture."""
+    found = list(owners)
     for owner in owners:
-        found: list[Any] = [owner]
         for one in owner.modules() if isinstance(owner, nn.Module) else [owner]:
             found += contents(getattr(one, "__dict__", {}))
         if isinstance(owner, nn.Module):
             found += [hook for parameter in owner.parameters() for hook in _hooks(parameter)]
-        yield from (function for function in found if isinstance(function, types.FunctionType) and _is_filled(function))
+    seen = set()
+    while found:
+        one = found.pop()
+        if isinstance(one, types.MethodType):
+            found.append(one.__func__)
+        elif isinstance(one, functools.partial):
+            found += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, types.FunctionType) and one not in seen and _is_filled(one):
+            seen.add(one)
+            yield one
+            found += [cell.cell_contents for cell in one.__closure__ or ()]
 
 
 def _is_filled(function: types.FunctionType) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeshard.batch.batch import Batch
 from pipeshard.engine.groups import keep
+from pipeshard.engine.loss_trial import SHORT
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
 from pipeshard.split.adapters import base_names
@@ -94,8 +95,9 @@ def _from_config(
     closures = hollow(memo, given.model, given.criterion, given.optimizer)
     _adopt(given.model, built, memo)
     sample = given.sample if ids is None else _renumbered(given, ids)
+    sample = sample.converted(lambda path, tensor: tensor.float() if tensor.dtype in SHORT else tensor)  # as the copy
     own = _completed(given, built, sample, memo)
-    fill(memo, closures)
+    fill(memo, closures, own)
     return Smaller(own, ", ".join(what) or "the same size")
 
 
@@ -166,7 +168,7 @@ def _shortened(given: Copies, stages: int, most: float) -> Smaller:
     for module, count in lists.items():
         memo[id(module)] = copy.deepcopy(nn.ModuleList(list(module)[:count]), memo)
     own = _completed(given, copy.deepcopy(given.model, memo), given.sample, memo)
-    fill(memo, closures)
+    fill(memo, closures, own)
     return Smaller(own, ", ".join(what))
 
 

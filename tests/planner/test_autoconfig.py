@@ -115,6 +115,12 @@ def test_several_microbatch_sizes_are_compared_in_one_unit() -> None:
     assert times[4, 1] < times[4, 3]  # fewer microbatches, more idle time
 
 
+def test_a_microbatch_size_without_a_layout_is_not_chosen() -> None:
+    """One size that does not divide the global batch ended the choice among all of them."""
+    found = choose(microbatch_size=[1, 5, 3], schedules=["1f1b"], pp_size=4)
+    assert {each.layout.microbatch_size for each in found.considered} == {1, 3}
+
+
 @pytest.mark.turns
 def test_each_microbatch_size_has_its_own_file_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The times of the first size were saved, and then refused for the second size: its microbatches differ."""
@@ -132,6 +138,8 @@ def test_each_microbatch_size_has_its_own_file_of_times(tmp_path: Path, monkeypa
         ({"ranks": 5, "pp_size": 3}, ConfigurationError, "5 ranks cannot train with pp_size=3 or less"),
         ({"schedules": ["1f1v"]}, ConfigurationError, r"schedules must list one or more of gpipe.*, got \['1f1v'\]"),
         ({"schedules": []}, ConfigurationError, "schedules must list one or more"),
+        ({"microbatch_size": []}, ConfigurationError, "microbatch_size"),
+        ({"microbatch_size": [5, 7]}, ConfigurationError, "global_batch=12 must be a multiple of microbatch_size=5"),
         ({"microbatch_size": 5}, ConfigurationError, "global_batch=12 must be a multiple of microbatch_size=5"),
         (
             {"microbatch_size": 12, "ranks": 1},

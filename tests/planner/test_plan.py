@@ -206,6 +206,12 @@ def test_every_schedule_is_estimated_with_the_chunks_asked_for() -> None:
     assert found.recommended in {e.name for e in found.schedules if e.time <= fast.time * 1.03}
 
 
+def test_slices_of_a_schedule_without_slices_are_refused() -> None:
+    """The plan of a V schedule ended in "too many values to unpack"."""
+    with pytest.raises(ConfigurationError, match="schedule 'zbv' does not support slices"):
+        planned("llama", schedule="zbv").in_slices()
+
+
 def test_a_schedule_for_which_there_are_too_few_units_is_named() -> None:
     found = planned("llama", p=4)
     problems = {e.name: e.problem for e in found.schedules if e.problem}

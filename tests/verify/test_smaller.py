@@ -24,6 +24,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from pipeshard import PipelinePlugin
@@ -230,6 +232,35 @@ def test_an_error_of_a_copy_is_none_of_training() -> None:
     with mock.patch.object(Policy, "_partition", side_effect=PartitionError("no cut is possible")):
         proof = proof_of(on_meta(Deep), batch(Deep()))
     assert (proof.kind, proof.refused) == (UNPROVEN, False), proof
+
+
+@pytest.mark.turns
+def test_a_copy_in_fp32_takes_features_in_fp32() -> None:
+    """Whisper in bf16, with features in bf16: its smaller copy has fp32 weights, and none ran."""
+    config = WhisperConfig(
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        vocab_size=64,
+        max_source_positions=10,
+        max_target_positions=8,
+        num_mel_bins=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = WhisperForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    features = torch.randn(8, 4, 20, dtype=torch.bfloat16)
+    large = Large("it is too large", most=2e5, fits=True)
+    proof = proof_of(model, {"input_features": features, "labels": torch.randint(3, 64, (8, 6))}, large=large)
+    assert proof.kind == EXACT and proof.smaller, proof
 
 
 def boosted() -> list[str]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import VerificationError
 from pipeshard.split.boundary import Boundary, boundaries
-from pipeshard.verify.decide import alone, is_known
-from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Proof, prove
+from pipeshard.verify.decide import _say, alone, is_known
+from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof, prove
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import refusal
@@ -149,6 +150,65 @@ def exact_ones() -> list[str]:
     if (proof := proof_of(llama, zoo.batch("llama"))).kind != EXACT:
         problems.append(f"times: {proof}")
     return problems
+
+
+def with_two_optimizers() -> Proof:
+    model = made()
+    muon = torch.optim.Muon([parameter for parameter in model.parameters() if parameter.ndim == 2])
+    return proof_of(model, data(), optimizer=muon, max_norm=1.0)
+
+
+@pytest.mark.turns
+def test_an_optimizer_of_some_parameters_is_proven_without_clipping(pool: Pool) -> None:
+    """Muon beside AdamW, with max_norm: the proof asked for the norm of gradients that the second optimizer takes, and
+    nothing was compared, which only the log of INFO said."""
+    (proof,) = pool.run(with_two_optimizers, 1)
+    assert proof.kind == PARTLY and proof.counts["parameters"], proof
+    assert proof.but == ("clipping with max_norm (the optimizer trains only some of the model's parameters)",)
+
+
+def as_method(layer: nn.Module) -> Any:
+    original = layer.forward
+    return types.MethodType(lambda self, x: 0.9 * original(x), layer)
+
+
+def as_partial(layer: nn.Module) -> Any:
+    original = layer.forward
+    return functools.partial(lambda factor, x: factor * original(x), 0.9)
+
+
+def twice(layer: nn.Module) -> Any:
+    original = as_partial(layer)
+    return lambda x: 0.9 * original(x)
+
+
+class Penalty:
+    """The penalty of a head, whose function is bound to this object."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.of = types.MethodType(lambda self, output, batch: output["loss"] + head.weight.square().sum(), self)
+
+
+def with_bound_closures() -> list[str]:
+    """What is not exact."""
+    problems = []
+    for patch in (as_method, as_partial, twice):
+        model = made()
+        for layer in model.layers[:2]:
+            layer.forward = patch(layer)
+        if (proof := proof_of(model, data())).kind != EXACT:
+            problems.append(f"{patch.__name__}: {proof}")
+    model = made()
+    if (proof := proof_of(model, data(), Penalty(model.head).of)).kind != EXACT:
+        problems.append(f"criterion: {proof}")
+    return problems
+
+
+@pytest.mark.turns
+def test_closures_in_methods_and_partials_read_the_copies(pool: Pool) -> None:
+    """deepcopy takes a bound method's function as it is: the copies of a patched layer ran the user's own layer, and
+    nothing was compared, with a false reason."""
+    assert pool.run(with_bound_closures, 1) == [[]]
 
 
 OF_THREAD = threading.local()
@@ -350,8 +410,35 @@ def test_at_boost(pool: Pool) -> None:
     ]
     assert pool.run(boosting, 2, wrong=True, verify=False) == [[], []]
     for message in pool.run_expecting(VerificationError, boosting, 2, wrong=True):
-        assert "Net split into 2 stages does not match the unsplit model, so training is aborted" in message
+        assert "Net split into stages does not match the unsplit model, so training is aborted" in message
         assert "the difference begins in the backward pass" in message and "verify=False" in message
+
+
+@pytest.mark.parametrize(("is_asked", "level"), [(True, "WARNING"), (False, "INFO")])
+def test_a_proof_that_was_asked_for_and_failed_is_warned_of(
+    is_asked: bool, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With verify=True, an error of the proof was logged at INFO, as one of training, which need not raise it."""
+    with caplog.at_level(logging.INFO, logger="pipeshard"):
+        _say(Proof(UNPROVEN, "there is no cut", refused=True), "Net", "split into stages", is_asked)
+    (record,) = caplog.records
+    assert record.levelname == level and ("To check it" in record.getMessage()) != is_asked
+
+
+def half() -> Proof:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).bfloat16()
+    batch = {"input": torch.randn(8, 8), "criterion.y": torch.randn(8, 8)}
+    return proof_of(
+        model, batch, lambda output, batch: F.mse_loss(output.float(), batch["criterion.y"]), precision="bf16"
+    )
+
+
+@pytest.mark.turns
+def test_a_model_in_16_bits_is_proven_on_features_in_its_dtype(pool: Pool) -> None:
+    """A step casts features to the dtype of the model, and the proof did not: the unsplit model failed."""
+    (proof,) = pool.run(half, 1)
+    assert proof.kind == EXACT, proof
 
 
 def test_which_models_are_known() -> None:

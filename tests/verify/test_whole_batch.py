@@ -442,14 +442,14 @@ def test_what_is_not_compared_is_not_exact(pool: Pool) -> None:
     assert [line.split()[0] for line in said[1:]] == [UNPROVEN, DIFFERENT, UNPROVEN]
 
 
-def boosted(make: Callable[[], nn.Module], **options: Any) -> list[str]:
+def boosted(make: Callable[[], nn.Module], p: int = 2, **options: Any) -> list[str]:
     """The warnings of this rank at boost and in a step."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pipeshard").addHandler(handler)
     options = {"num_microbatches": 2, "dry_run_input": words(), **options}
-    booster = Booster(plugin=PipelinePlugin(2, **options))
+    booster = Booster(plugin=PipelinePlugin(p, **options))
     model = make()
     split, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     booster.execute_pipeline(iter([words()]), split, None, optimizer)
@@ -504,6 +504,18 @@ def test_they_are_refused_at_boost(pool: Pool, verify: Any) -> None:
         assert "batch_dims={'ids': 1, 'labels': 1}" in message and "in the input or result of unit layers.0" in message
     for remedy in ({"num_microbatches": 1}, {"loss_reduction": "microbatch"}):
         assert pool.run(boosted, 2, make=centred, verify=verify, **remedy) == [[], []]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("verify", ["auto", True])
+def test_microbatches_of_one_stage_are_compared_with_the_batch(pool: Pool, verify: Any) -> None:
+    """With one stage there was no proof, so a layer that mixes samples trained on the loss of other samples."""
+    (message,) = pool.run_expecting(VerificationError, boosted, 1, make=centred, p=1, verify=verify)
+    assert "num_microbatches=1" in message and "in the input or result of unit layers.0" in message
+    for remedy in ({"num_microbatches": 1}, {"loss_reduction": "microbatch"}, {"verify": False}):
+        assert pool.run(boosted, 1, make=centred, p=1, **{"verify": verify} | remedy) == [[]]
+    ((said,),) = pool.run(boosted, 1, make=noisy, p=1, verify=True)
+    assert said.startswith("Net split into microbatches was verified") and "Not compared: the whole batch" in said
 
 
 @pytest.mark.turns
