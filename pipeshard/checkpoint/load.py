@@ -205,8 +205,8 @@ class _Plan:
 
     Attributes:
         first: for each name, the first of the names that are tied to it.
-        targets: for each first name, the full names of the parameters to fill: the original parameter and, if adapters
-            copy its module, the copies without values. (A copy with values was trained.)
+        targets: for each first name, the full names of the tensors to fill: the original tensor and, if adapters copy
+            its module, the copies without values. (A copy with values was trained.)
         scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
         doubled: the first name of each weight that the architecture ties, but that the checkpoint has under two names,
             and the two pieces.
@@ -244,11 +244,13 @@ class _Plan:
             if isinstance(state.get(full), Tensor)
         }
         self.first, self.targets = dict[str, str](), dict[str, dict[str, None]]()
+        buffers = {full for full, _ in model.named_buffers(remove_duplicate=False)}
+        copies = {_copy_of(full) for full in blank} - {""}  # their buffers have no values either
         for full, first in ({full: full for full in names} | first_names(model)).items():
             if full in names:
                 root = self.first.setdefault(names[full], names[first])  # a copy's root is its original's
                 targets = self.targets.setdefault(root, {})
-                if not targets or first in blank:
+                if not targets or first in blank or (first in buffers and _copy_of(first) in copies):
                     targets[first] = None
         self.conversion = Conversion(self.model, source.shapes, self.shapes)
         self.problems: list[str] = []
@@ -417,6 +419,12 @@ class _Plan:
             value = value.to(target.device, target.dtype).contiguous()
             alone = value.untyped_storage().nbytes() == value.nbytes
             target.data = value if alone else value.clone()
+
+
+def _copy_of(full: str) -> str:
+    """The path of the trained copy (`modules_to_save`) that contains this tensor, or "" for any other tensor."""
+    found = re.match(r"(.*\.modules_to_save\.[^.]+)\.", full)
+    return found[1] if found else ""
 
 
 def _is_equal(one: Tensor | StoredRows, other: Tensor | StoredRows) -> bool:

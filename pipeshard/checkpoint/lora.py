@@ -197,10 +197,13 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
                     f"{within} does not fit the adapter {adapter}: the tensors of the two differ in shape"
                 )
             values |= {names[id(own[key])]: value for key, value in saved.items() if id(own[key]) in names}
+        buffers = dict(module.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, value in values.items():
                 if (weight := holdings.weights.get(first.get(name, name))) is not None:
                     weight.set(value.to(weight.parameter.device))
+                elif name in buffers:  # of a trained copy: the statistics of its batch norms
+                    buffers[name].copy_(value)
 
 
 def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:

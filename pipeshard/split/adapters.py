@@ -162,6 +162,10 @@ def adding_saved(model: nn.Module) -> Iterator[None]:
             parameter, value = parameters.get(full), state.get(prefix + full)
             if parameter in blank and value is not None and value.shape == parameter.shape:
                 saved[parameter] = state.pop(prefix + full)
+        for full, buffer in [*model.named_buffers(remove_duplicate=False)]:  # of a trained copy
+            if buffer.is_meta and prefix + full in state:  # torch then copies the value
+                path, key = full.rpartition(".")[::2]
+                model.get_submodule(path)._buffers[key] = torch.empty_like(buffer, device="cpu")
 
     handle = model.register_load_state_dict_pre_hook(take)
     try:

@@ -539,6 +539,50 @@ def test_prompts_train_and_are_saved_whole(pool: Pool, tmp_path: Path, kind: Any
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-6)
 
 
+class NormedForImageClassification(transformers.ViTForImageClassification):
+    """A ViT whose head has running statistics, as that of a SegFormer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.classifier = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, config.num_labels))  # type: ignore[assignment]
+        self.post_init()
+
+
+def with_normed_head() -> Any:
+    torch.manual_seed(0)
+    return NormedForImageClassification(zoo.build("vit").config)  # type: ignore[arg-type]
+
+
+NORMED = LoraConfig(r=4, target_modules=ATTENTION, modules_to_save=["classifier"], init_lora_weights=False)
+STATISTICS = "base_model.model.classifier.modules_to_save.default.0.running_mean"
+
+
+def returning_to_saved_statistics(folder: Path) -> list[Tensor]:
+    """The running mean of a trained head: when it is saved, after another step, and when the save is loaded again."""
+    model, data = get_peft_model(with_normed_head(), copy.deepcopy(NORMED)), zoo.batch("vit")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    mean, found = split.model.unwrap().get_buffer(STATISTICS), []
+    for then in (
+        lambda: split.booster.save_lora_as_pretrained(split.model, str(folder)),
+        lambda: None,
+        lambda: load_checkpoint_weights(split.model, folder),  # as load_best_model_at_end
+    ):
+        split.backward(data)
+        split.step()
+        then()
+        found.append(mean.clone())
+    return found
+
+
+@pytest.mark.turns
+def test_running_statistics_of_a_trained_head_are_those_of_the_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """A Trainer that resumed, or loaded its best model, kept the statistics that the head had before: those of the last
+    step, or of the base model."""
+    *_, (saved, later, loaded) = pool.run(returning_to_saved_statistics, 2, tmp_path)
+    assert saved.any() and not torch.equal(later, saved)
+    assert torch.equal(loaded, saved)
+
+
 # Wrong uses
 
 
@@ -925,6 +969,37 @@ def test_trained_copies_are_kept_when_the_base_is_loaded(pool: Pool, tmp_path: P
         adapters.get_submodule(f"base_model.model.{copied}.modules_to_save.default").weight.mul_(-2)
     adapters.save_pretrained(tmp_path / "adapters")
     assert pool.run(trained_copies, 2, tmp_path, case) == [[], []]
+
+
+def statistics_of_a_copy(folder: Path, is_saved: bool) -> list[str]:
+    """The buffers that differ from one process where a model on meta gets a trained head with running statistics."""
+    loaded = NormedForImageClassification.from_pretrained(folder / "whole")
+    model: Any = PipelinePlugin.from_pretrained(NormedForImageClassification, folder / "whole").train()
+    if is_saved:
+        unsplit = PeftModel.from_pretrained(loaded, folder / "adapters")
+        model = booster().enable_lora(model, pretrained_dir=str(folder / "adapters"))
+    else:
+        unsplit = get_peft_model(loaded, copy.deepcopy(NORMED))
+        model = booster().enable_lora(model, lora_config=copy.deepcopy(NORMED))
+    split = Split(model, dist.get_world_size(), zoo.batch("vit"), num_microbatches=2)
+    found = dict(split.model.unwrap().named_buffers())
+    return [name for name, buffer in unsplit.named_buffers() if not torch.equal(buffer, found[name])]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_copy_of_a_head_begins_with_its_running_statistics(pool: Pool, tmp_path: Path, is_saved: bool) -> None:
+    """On a model on meta, the trained copy of a head had a mean of 0 and a variance of 1 instead of the statistics of
+    the base model, or of the saved adapters."""
+    model = with_normed_head()
+    with torch.no_grad():
+        model.classifier[0].running_mean.fill_(3)
+    model.save_pretrained(tmp_path / "whole")
+    adapters: Any = get_peft_model(model, copy.deepcopy(NORMED))
+    with torch.no_grad():
+        adapters.get_buffer(STATISTICS).fill_(5)
+    adapters.save_pretrained(tmp_path / "adapters")
+    assert pool.run(statistics_of_a_copy, 2, tmp_path, is_saved) == [[], []]
 
 
 @pytest.mark.parametrize("how", ["pissa", "olora"])
