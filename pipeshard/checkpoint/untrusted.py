@@ -66,6 +66,8 @@ COUNTED = re.compile(r"(^|_)(num|n|layers?|depths?|blocks|stages|heads|groups|ex
 NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # counts of training or text, not of objects to build
 THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits for a config's counts, for labels and for modules
 RANK, VIRTUAL = 65_536, 2**28  # limits of a count in an adapter config, and of the elements of virtual tokens
+# Numbers in an adapter config that are no sizes: ids of tokens, steps of training, and seeds.
+NOT_SIZES = re.compile(r"(token_ids|token_indices|invocation_tokens|total_step|tinit|tfinal|warmup|seed|prng_key)$")
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
 MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
 
@@ -92,7 +94,8 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
     """Raise CheckpointError if a folder's adapter config could make peft exhaust the memory or hang with this model."""
     with _explaining(f"the {ADAPTER_CONFIG} of {folder} cannot be read"):
         document = read_document(folder / ADAPTER_CONFIG)
-        for key, number in _whole_numbers(document):
+        sizes = {key: value for key, value in document.items() if not NOT_SIZES.search(key)}
+        for key, number in _whole_numbers(sizes):
             if number > RANK:
                 raise ValueError(f"{key}={number} is more than the limit of {RANK}")
         prompt = [document.get(key) for key in PROMPT]

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -71,6 +72,7 @@ def test_a_document_is_measured_before_it_is_read(tmp_path: Path) -> None:
     [
         ({"r": 20_000_000}, "r=20000000 is more than the limit of 65536"),
         ({"rank_pattern": {"x": 10**9}}, "x=1000000000 is more than the limit of 65536"),
+        ({"rank_pattern": {"q_proj|seed": 10**9}}, "seed=1000000000 is more than the limit of 65536"),
         ({"num_virtual_tokens": 60_000, "token_dim": 60_000}, "its virtual tokens contain 3600000000 elements"),
         ({"target_modules": "((model|layers|[a-z.0-9]+)+)+!"}, "takes more than 3 seconds"),
         ({"target_modules": "(("}, "not valid regular expressions: .*unterminated subpattern"),
@@ -85,6 +87,25 @@ def test_absurd_adapters_are_refused(
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8} | fields))
     with pytest.raises(CheckpointError, match=message):
         check_adapter(tmp_path, zoo.build("llama"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("Lora", {"trainable_token_indices": [128_256, 128_257]}),
+        ("Lora", {"trainable_token_indices": {"embed_tokens": [151_700]}}),
+        ("Lora", {"alora_invocation_tokens": [128_256]}),
+        ("TrainableTokens", {"token_indices": [128_256]}),
+        ("AdaLora", {"total_step": 200_000, "tinit": 70_000, "tfinal": 80_000}),
+        ("Vera", {"projection_prng_key": 20_240_601}),
+        ("FourierFT", {"random_loc_seed": 20_240_601}),
+    ],
+)
+def test_ids_of_tokens_steps_and_seeds_are_no_sizes(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    """Adapters that train new tokens of Llama 3 were saved, but could not be loaded again: the ids of these tokens were
+    more than the limit of a rank."""
+    getattr(peft, f"{kind}Config")(**fields).save_pretrained(tmp_path)
+    check_adapter(tmp_path, zoo.build("llama"))
 
 
 @pytest.mark.turns
