@@ -284,11 +284,10 @@ class Save(ABC):
             _unraised.remove(self.failed)
 
     def _in_background(self) -> None:
-        over = threading.Event()
-        threading.Thread(target=self._beat, args=[over], daemon=True).start()
         try:
-            self.write()
-            self._mark(self.stage, "done").touch()
+            with self._beating():
+                self.write()
+            self._mark(self.stage, "done").touch()  # this stage's last file: the first stage may remove all marks
             if self.stage == 0:
                 self._await_others()
                 self.commit()
@@ -299,11 +298,21 @@ class Save(ABC):
             self.abandon()
             with contextlib.suppress(OSError):  # the first stage has removed the folder of its mark
                 self._mark(self.stage, "failed").touch()
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Context manager that writes heartbeats, so that the first stage does not wait for a process that was
+        killed."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._beat, args=[over], daemon=True)
+        thread.start()
+        try:
+            yield
         finally:
             over.set()
+            thread.join()
 
     def _beat(self, over: threading.Event) -> None:
-        """Write heartbeats until `over` is set, so that the first stage does not wait for a process that was killed."""
         beats = 0
         while not over.wait(BEAT):
             beats += 1

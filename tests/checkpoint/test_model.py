@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -976,6 +976,32 @@ def test_a_save_does_not_wait_for_a_stage_that_is_gone(
     first.thread.join(10)
     assert not first.thread.is_alive() and first.committed == alive
     assert alive or "stages [1] exited before they had written their part" in str(first.failed)
+
+
+@dataclass
+class Removing(Slow):
+    """A save that removes all hidden files when it is complete, and keeps the names of those that come later."""
+
+    later: list[str] = field(default_factory=list)
+
+    def commit(self) -> None:
+        for path in self.target.iterdir():
+            path.unlink()
+        time.sleep(0.2)  # a hundred heartbeats
+        self.later = [path.name for path in self.target.iterdir()]
+
+
+@pytest.mark.turns
+def test_heartbeats_end_before_a_save_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training state was complete, but its folder of marks could not be removed, since the first stage wrote its
+    heartbeat into it: the save failed, and its step was lost."""
+    monkeypatch.setattr(files, "BEAT", 0.002)
+    saves = [Removing(tmp_path, stage, 2, "a", seconds=0.1) for stage in range(2)]
+    for save in saves:
+        save.start()
+    for save in saves:
+        save.join()
+    assert [save.failed for save in saves] == [None, None] and not saves[0].later
 
 
 def modes(folder: str) -> None:
