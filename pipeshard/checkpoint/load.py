@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.safetensors_files import Source, StoredRows
-from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.collectives import gather_objects, laid_out
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
@@ -416,7 +416,7 @@ class _Plan:
                 self.kept.append(weight)
             self.is_other |= is_kept is False and name in self.updated
         else:
-            value = value.to(target.device, target.dtype).contiguous()
+            value = laid_out(value.to(target.device, target.dtype), target)
             alone = value.untyped_storage().nbytes() == value.nbytes
             target.data = value if alone else value.clone()
 

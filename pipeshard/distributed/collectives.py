@@ -215,8 +215,8 @@ def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 
 def laid_out(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient or optimizer state with the strides of its parameter, as autograd and torch's optimizers create it:
-    fused optimizers read the three as flat memory. Shards (DTensors) are returned unchanged."""
+    """A gradient, optimizer state or new value with the strides of its parameter, as autograd and torch's optimizers
+    create it: fused optimizers read them all as flat memory. Shards (DTensors) are returned unchanged."""
     if tensor.stride() == parameter.stride() or isinstance(parameter, DTensor):
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -147,6 +147,7 @@ def fused(folder: Path, precision: str) -> None:
     def trained(fused: bool, resumes: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model, x = Vision(), torch.randn(8, 4, 6, 6).to(memory_format=torch.channels_last)
+        laid_out = {name: p.stride() for name, p in model.named_parameters()}
         plugin = PipelinePlugin(1, num_microbatches=2, dp_size=2, precision=precision, dry_run_input={"x": x[:4]})
         booster = Booster(plugin=plugin)
         boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused))
@@ -158,6 +159,9 @@ def fused(folder: Path, precision: str) -> None:
             if resumes and step < 2:
                 booster.save_optimizer(optimizer, folder / f"{step}", shard=step == 0)
                 booster.load_optimizer(optimizer, folder / f"{step}")
+                booster.save_model(boosted, str(folder / f"{step}.pt"))
+                booster.load_model(boosted, str(folder / f"{step}.pt"))
+        assert all(p.stride() == laid_out[name] for name, p in model.named_parameters())
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
     expected = trained(fused=False, resumes=False)
@@ -171,7 +175,7 @@ def fused(folder: Path, precision: str) -> None:
 @pytest.mark.turns
 def test_fused_updates_of_weights_in_channels_last(pool: Pool, tmp_path: Path, precision: str) -> None:
     """A user trained a vision model in channels_last with AdamW(fused=True), the default of a Trainer: summed
-    gradients, and the states of a resume, were contiguous, and each element was updated with another's."""
+    gradients, and the states and weights of a resume, were contiguous, and each element was updated with another's."""
     pool.run(fused, 2, tmp_path, precision)
 
 
