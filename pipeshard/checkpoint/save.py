@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from pipeshard.checkpoint.load import revert, ties_name
 from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, joined_file, write_file
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, summary
 from pipeshard.graph.taint import storage_of
 from pipeshard.hf import ADAPTER_CONFIG, enable_caches, is_of_custom_code, without_adapters
 from pipeshard.options import is_number
@@ -178,13 +179,22 @@ class FolderSave(Save):
             )
         for config in sorted(self.beside("configs").iterdir()):
             os.replace(config, self.target / config.name)
+        leftovers = list(self._leftovers())
         last = SINGLE if self.is_single else INDEX
         os.replace(self.beside(last), self.target / last)
         if not self.is_single:
             (self.target / SINGLE).unlink(missing_ok=True)  # readers prefer this file to the index
-        sync(self.target)
-        for path in self._leftovers():
-            remove(path)
+        # The checkpoint is complete. An error would make the stages abandon it, so errors are only logged from here on.
+        for clean in (partial(sync, self.target), *(partial(remove, path) for path in leftovers)):
+            try:
+                clean()
+            except OSError as error:
+                logger.warning(
+                    "%s contains the complete new checkpoint, but could not be synced to disk, or still contains files "
+                    "of earlier saves (%s). The next save tries again",
+                    self.target,
+                    summary(error),
+                )
 
     def abandon(self) -> None:
         """Remove the files that this stage has written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import io
 import json
@@ -806,6 +807,39 @@ def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
                 seen |= set(whole)
                 moments += 1
     assert seen == {0, 1} and moments > (15 if ALL else 3)
+
+
+def without_cleaning(folder: str, what: str, options: dict[str, Any]) -> list[str]:
+    """Save on a disk that refuses to remove what earlier saves left, or to sync a folder; the warnings."""
+    original = getattr(saving, what)
+
+    def refused(path: Path) -> None:
+        if path.is_dir():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        original(path)
+
+    split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    with mock.patch.object(saving, what, refused), mock.patch.object(saving.logger, "warning") as warning:
+        split.booster.save_model(split.model, folder, shard=True, **options)
+        split.booster.checkpoint_io.wait()
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+@pytest.mark.turns
+@pytest.mark.processes
+@pytest.mark.parametrize(("what", "options"), [("remove", {}), ("remove", {"use_async": True}), ("sync", {})])
+def test_a_complete_save_is_kept_if_its_folder_cannot_be_cleaned(
+    pool: Pool, tmp_path: Path, what: str, options: dict[str, Any]
+) -> None:
+    """A killed save of another user left a folder that could not be removed: the stages then removed their new shards,
+    and neither the previous checkpoint nor the new one could be loaded."""
+    pool.run(saving_beside, 2, tmp_path)
+    (left := tmp_path / ".pipeshard-1234-stage0.writing").mkdir()
+    told, others = pool.run(without_cleaning, 2, str(tmp_path), what, options)
+    refused = tmp_path if what == "sync" else left
+    assert all(f"{tmp_path} contains the complete new checkpoint, but" in said for said in told) and not others
+    assert any(repr(str(refused)) in said for said in told)
+    assert is_whole(tmp_path, 0)
 
 
 @pytest.mark.turns
