@@ -222,6 +222,7 @@ class PipelineCheckpointIO:
         """Write the optimizer's state to the file `checkpoint` or, with `shard=True`, one part per rank to the folder
         `checkpoint`."""
         _refuse_prefix(prefix)
+        self.wait()  # the model may be written to the same folder
         save_optimizer(optimizer, checkpoint, shard=shard)
 
     @together_in("load_optimizer")
@@ -232,6 +233,7 @@ class PipelineCheckpointIO:
 
     @together_in("save_lora_as_pretrained")
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str, *_: Any, **__: Any) -> None:
+        self.wait()  # as in save_optimizer
         save_lora(model, checkpoint)
 
 

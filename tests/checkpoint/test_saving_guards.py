@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
+from pipeshard.checkpoint import lora, optimizer
+from pipeshard.checkpoint.files import new_folder
 from pipeshard.checkpoint.save import FolderSave
 from pipeshard.checkpoint.state_folder import MARKS, StateSave
 from pipeshard.errors import CheckpointError, UsageError
@@ -203,6 +205,43 @@ def test_a_training_state_waits_for_a_save_in_the_background(pool: Pool, tmp_pat
     """The background flipped `use_cache` on the live config to write it; its error was never raised."""
     assert pool.run(saved, 2, str(tmp_path / "a"), False) == [[True, False, False, False, True]] * 2
     assert all("no space" in said for (said,) in pool.run(saved, 2, str(tmp_path / "b"), True))
+
+
+def saved_beside(folder: Path, what: str) -> list[bool]:
+    """Whether a model that is saved in the background is complete when another save begins to write."""
+    model: Any = zoo.build("llama")
+    if what == "save_lora_as_pretrained":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    split = Split(model, 2, zoo.batch("llama"), num_microbatches=2)
+    io, write, ends, seen = split.booster.checkpoint_io, FolderSave.write, threading.Event(), []
+
+    def slowly(save: FolderSave) -> None:
+        ends.wait(0.5)
+        write(save)
+
+    def begins(*args: Any, **kwargs: Any) -> Any:
+        seen.append((folder / "model.safetensors.index.json").exists())
+        ends.set()
+        return new_folder(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderSave, "write", slowly)
+        for module in (lora, optimizer):
+            patch.setattr(module, "new_folder", begins)
+        io.save_folder(split.model, folder, use_async=True)
+        if what == "save_optimizer":
+            split.booster.save_optimizer(split.optimizer, str(folder), shard=True)
+        else:
+            split.booster.save_lora_as_pretrained(split.model, str(folder))
+        io.wait()
+    return seen
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("what", ["save_optimizer", "save_lora_as_pretrained"])
+def test_other_saves_wait_for_a_save_in_the_background(pool: Pool, tmp_path: Path, what: str) -> None:
+    """They replace their folder, in which the model may still be written: its shards were no longer found."""
+    assert pool.run(saved_beside, 2, tmp_path, what) == [[True], [True]]
 
 
 def to_a_full_disk(folder: str) -> list[str]:
