@@ -104,21 +104,11 @@ class FolderSave(Save):
                 raise CheckpointError(
                     f"size_per_shard must be a positive number of MB, such as 5000, got {size_per_shard!r}"
                 )
-            if folder.is_file():
-                raise CheckpointError(f"{folder} is a file, but shard=True writes a folder: pass another path")
-            is_adapted = isinstance(module, PreTrainedModel) and (folder / ADAPTER_CONFIG).is_file()
-            if is_adapted and pipeline.grid.first:  # an error would lose the result of a run
-                logger.warning(
-                    "%s contains adapters (%s), which from_pretrained will apply to the weights that are saved here: "
-                    "remove the adapters, or move the weights to another folder",
-                    folder,
-                    ADAPTER_CONFIG,
-                )
+            if pipeline.rank == 0:  # NFS would remember on other machines that a new folder did not exist
+                _make(folder, module)
             state = _ready(revert(module, tensors), snapshot)
             split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
             own = [names for names in split.filename_to_tensors.values() if names]
-            if pipeline.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
         counts = gather_objects([[(name, state[name].nbytes) for name in names] for names in own], pipeline.group)
         (token, generation), *_ = gather_objects((os.urandom(4).hex(), _generation(folder)), pipeline.group)
         shards = [shard for stage in counts for shard in stage]
@@ -312,6 +302,20 @@ def _ready(state: Mapping[str, Tensor], snapshot: bool) -> dict[str, Tensor]:
             others.append(used)
         ready[name] = there
     return ready
+
+
+def _make(folder: Path, module: nn.Module) -> None:
+    """Create the folder of a save. Raises CheckpointError if it is a file, and warns if it contains adapters."""
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file, but shard=True writes a folder: pass another path")
+    if isinstance(module, PreTrainedModel) and (folder / ADAPTER_CONFIG).is_file():
+        logger.warning(  # an error would lose the result of a run
+            "%s contains adapters (%s), which from_pretrained will apply to the weights that are saved here: remove "
+            "the adapters, or move the weights to another folder",
+            folder,
+            ADAPTER_CONFIG,
+        )
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _generation(folder: Path) -> str:

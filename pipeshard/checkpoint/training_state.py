@@ -88,12 +88,13 @@ def save_training_state(
     check_complete(model, optimizer)
     check_loader(model, dataloader)
     with together(pipeline.grid.world):
-        _check_step(parent, step, keep)
+        _check_step(step, keep)
     _refuse_other_number(step, pipeline, "step")
     checkpoints = io_of(first)
     checkpoints.wait()
     with together(pipeline.grid.world):
-        if pipeline.grid.first:
+        if pipeline.grid.first:  # NFS would remember on other machines that a new directory did not exist
+            _refuse_later_steps(parent, step)
             lock(parent, first)
             _refuse_other_model(parent, step, first)
             _remove_leftovers(parent)
@@ -313,11 +314,15 @@ def has_step(directory: str | Path) -> bool:
     return bool(_steps(Path(directory)))
 
 
-def _check_step(parent: Path, step: int, keep: int) -> None:
+def _check_step(step: int, keep: int) -> None:
     if not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step, the number of completed steps, must be a non-negative integer, got {step!r}")
     if not isinstance(keep, int) or keep < 1:
         raise CheckpointError(f"keep, the number of newest steps to keep, must be a positive integer, got {keep!r}")
+
+
+def _refuse_later_steps(parent: Path, step: int) -> None:
+    """Raise CheckpointError if the directory has a later step."""
     later = max(_saved_steps(parent), default=step)
     if later > step:
         raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import resource
 import threading
@@ -242,6 +243,38 @@ def saved_beside(folder: Path, what: str) -> list[bool]:
 def test_other_saves_wait_for_a_save_in_the_background(pool: Pool, tmp_path: Path, what: str) -> None:
     """They replace their folder, in which the model may still be written: its shards were no longer found."""
     assert pool.run(saved_beside, 2, tmp_path, what) == [[True], [True]]
+
+
+def missed(folder: Path) -> list[Path]:
+    """The new folders of two saves for which this rank looked in vain."""
+    split = Split(zoo.build("llama"), 2, zoo.batch("llama"), num_microbatches=2)
+    names = set[Path]()
+
+    def looking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(path, *args, **kwargs)
+            except FileNotFoundError:
+                names.add(Path(path))
+                raise
+
+        return look
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stat", "lstat", "scandir", "listdir"):
+            patch.setattr(os, name, looking(getattr(os, name)))
+        split.booster.save_model(split.model, str(folder / "model"), shard=True)
+        save_training_state(folder / "states", 1, split.model, split.optimizer)
+    return [path for path in (folder / "model", folder / "states") if path in names]
+
+
+@pytest.mark.turns
+@pytest.mark.processes
+def test_only_the_first_rank_looks_for_a_new_folder(pool: Pool, tmp_path: Path) -> None:
+    """NFS remembers for 30 seconds that a name did not exist: a rank on another machine that had looked for the folder
+    of a save could not write into it after the first rank had created it."""
+    first, other = pool.run(missed, 2, tmp_path)
+    assert first == [tmp_path / "model", tmp_path / "states"] and not other
 
 
 def to_a_full_disk(folder: str) -> list[str]:
