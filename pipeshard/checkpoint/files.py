@@ -287,7 +287,7 @@ class Save(ABC):
         try:
             with self._beating():
                 self.write()
-            self._mark(self.stage, "done").touch()  # this stage's last file: the first stage may remove all marks
+            self._status(self.stage).write_text("done")  # the last write: the first stage may now remove the file
             if self.stage == 0:
                 self._await_others()
                 self.commit()
@@ -296,8 +296,8 @@ class Save(ABC):
             _unraised.append(error)
             logger.error("saving %s failed on stage %d: %s", self.target, self.stage, error)
             self.abandon()
-            with contextlib.suppress(OSError):  # the first stage has removed the folder of its mark
-                self._mark(self.stage, "failed").touch()
+            with contextlib.suppress(OSError):  # the first stage has removed the folder of its file
+                self._status(self.stage).write_text("failed")
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
@@ -317,24 +317,28 @@ class Save(ABC):
         while not over.wait(BEAT):
             beats += 1
             with contextlib.suppress(OSError):
-                self._mark(self.stage, "alive").write_text(f"{beats}\n")
+                self._status(self.stage).write_text(f"alive {beats}")
 
     def _await_others(self) -> None:
-        heard = {stage: ("", time.monotonic()) for stage in range(self.stages)}  # the last heartbeat, and its time
+        others = range(1, self.stages)
+        for stage in others:  # NFS may remember that a file did not exist, but reads an existing file again
+            self._status(stage).touch()
+        heard = {stage: ("", time.monotonic()) for stage in others}  # the last text, and its time
         while heard:
-            heard = {stage: last for stage, last in heard.items() if not self._mark(stage, "done").exists()}
-            failed = [stage for stage in heard if self._mark(stage, "failed").exists()]
-            for stage, (said, _) in heard.items():
+            for stage, (before, _) in heard.items():
                 with contextlib.suppress(OSError):
-                    if (now := self._mark(stage, "alive").read_text()) != said:
+                    if (now := self._status(stage).read_text()) != before:
                         heard[stage] = now, time.monotonic()
+            heard = {stage: last for stage, last in heard.items() if last[0] != "done"}
+            failed = [stage for stage, (said, _) in heard.items() if said == "failed"]
             silent = [stage for stage, (_, at) in heard.items() if time.monotonic() > at + SILENT]
             if failed or silent:
                 why = "could not write" if failed else "exited before they had written"
                 raise CheckpointError(
                     f"stages {failed or silent} {why} their part (see their logs); {self.target} is unchanged"
                 )
-            time.sleep(0.02)
+            time.sleep(0.05)
 
-    def _mark(self, stage: int, what: str) -> Path:
-        return self.beside(f"stage{stage}.{what}")
+    def _status(self, stage: int) -> Path:
+        """The file that contains a stage's last heartbeat, "done" or "failed"."""
+        return self.beside(f"stage{stage}.status")

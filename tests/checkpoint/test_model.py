@@ -1038,6 +1038,29 @@ def test_heartbeats_end_before_a_save_is_completed(tmp_path: Path, monkeypatch: 
     assert [save.failed for save in saves] == [None, None] and not saves[0].later
 
 
+@pytest.mark.turns
+def test_a_background_save_reads_only_files_that_exist(tmp_path: Path) -> None:
+    """NFS remembers for 30 seconds that a file did not exist: the first stage looked for the marks of the others before
+    they were written, and might not see them in time."""
+    first, second = Slow(tmp_path, 0, 2, "a"), Slow(tmp_path, 1, 2, "a", seconds=0.3)
+    missing = list[Path]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("exists", "read_text"):
+            original = getattr(Path, name)
+
+            def look(path: Path, *args: Any, original: Any = original) -> Any:
+                if not os.path.lexists(path):
+                    missing.append(path)
+                return original(path, *args)
+
+            patch.setattr(Path, name, look)
+        for save in (first, second):
+            save.start()
+        for save in (first, second):
+            save.join()
+    assert first.committed and not missing
+
+
 def modes(folder: str) -> None:
     os.umask(0o027)
     split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
