@@ -6,7 +6,7 @@ import gc
 import io
 import logging
 import random
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -413,6 +413,25 @@ class OwnGenerator(InPlace):
         yield from self.indices
 
 
+class Nested(Ordered):
+    """Shuffles the arrays of its buckets in place, whatever holds them, and sometimes the order of the buckets."""
+
+    def __init__(self, kind: Any) -> None:
+        self.buckets = kind([np.arange(11), np.arange(11, 22)])
+        self.taken: dict[str, Any] = {"newest": deque(maxlen=3), "ever": set(), "counts": defaultdict(int)}
+
+    def __iter__(self) -> Iterator[int]:
+        buckets = self.buckets.values() if isinstance(self.buckets, dict) else self.buckets
+        for bucket in buckets:
+            np.random.shuffle(bucket)
+            yield from bucket.tolist()
+        self.taken["ever"].add(int(bucket[0]))
+        self.taken["newest"].append(bucket.copy())
+        self.taken["counts"][int(bucket[0])] += 1
+        if isinstance(self.buckets, OrderedDict):
+            self.buckets.move_to_end(next(iter(self.buckets)))
+
+
 class Lazy(Ordered):
     """Draws each index when it is asked for it."""
 
@@ -488,6 +507,12 @@ SAMPLERS: dict[str, Any] = {
     "global": lambda: {"sampler": Ordered()},
     "in place": lambda: {"sampler": InPlace()},
     "own generator": lambda: {"sampler": OwnGenerator()},
+    "arrays in a list": lambda: {"sampler": Nested(list)},
+    "arrays in a tuple": lambda: {"sampler": Nested(tuple)},
+    "arrays in a deque": lambda: {"sampler": Nested(deque)},
+    "arrays in a dict": lambda: {"sampler": Nested(lambda arrays: dict(enumerate(arrays)))},
+    "arrays in an OrderedDict": lambda: {"sampler": Nested(lambda arrays: OrderedDict(enumerate(arrays)))},
+    "arrays in a defaultdict": lambda: {"sampler": Nested(lambda arrays: defaultdict(list, enumerate(arrays)))},
     "lazy": lambda: {"sampler": Lazy()},
     "counting": lambda: {"sampler": Counting()},
     "counting, two workers": lambda: {"sampler": Counting(), "num_workers": 2},

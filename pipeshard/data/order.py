@@ -7,8 +7,8 @@ batches, and a resumed epoch has a different order than the interrupted epoch.
 
 import copy
 import inspect
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from types import SimpleNamespace
@@ -135,7 +135,7 @@ class Order:
             if "state_dict" in entry:
                 members[key].load_state_dict(entry["state_dict"])
             for name, value in entry.get("attributes", {}).items():
-                _give_back(members[key], name, value)
+                _give_back(members[key], name, restored(value))
         self._told = list(map(_epoch, self._counting))
 
     def _plain_values(self) -> dict[Attribute, Any]:
@@ -213,7 +213,7 @@ def is_large(value: Any) -> bool:
 def is_plain(value: Any) -> bool:
     """Whether a value can be copied, and saved in a checkpoint."""
     if isinstance(value, Mapping):
-        return type(value) is dict and is_plain(list(value)) and is_plain(list(value.values()))
+        return type(value) in MAPPINGS and is_plain(list(value)) and is_plain(list(value.values()))
     if type(value) in (list, tuple, set, deque):
         return _has_scalars(value) or all(map(is_plain, value))
     if isinstance(value, np.ndarray):
@@ -230,25 +230,64 @@ def copied_value(value: Any) -> Any:
     return type(value)(value) if type(value) in (list, set) and _has_scalars(value) else copy.deepcopy(value)
 
 
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+KIND = "pipeshard.kind"  # the key of the type of a value that a checkpoint must not contain
+FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, deque, int, float)}
+KINDS: dict[str, Callable[..., Any]] = {
+    "array": lambda tensor: tensor.numpy(),
+    "set": set,
+    "deque": deque,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": lambda entries, factory: defaultdict(FACTORIES.get(factory), entries),
+}
+
+
 def saved(value: Any) -> Any:
-    """Convert a value to types that a checkpoint may contain: lists, tuples, dicts, tensors and scalars."""
+    """Convert a value to types that a checkpoint may contain: lists, tuples, dicts, tensors and scalars. `restored`
+    converts it back."""
     if isinstance(value, Mapping):
-        return {saved(key): saved(entry) for key, entry in value.items()}
-    if isinstance(value, list | set | deque):
+        entries = {saved(key): saved(entry) for key, entry in value.items()}
+        if isinstance(value, defaultdict):
+            return _marked("defaultdict", entries, getattr(value.default_factory, "__name__", None))
+        return entries if type(value) is dict else _marked(type(value).__name__, entries)
+    if isinstance(value, list):
         return list(value) if _has_scalars(value) else [saved(entry) for entry in value]
+    if isinstance(value, set):
+        return _marked("set", saved(list(value)))
+    if isinstance(value, deque):
+        return _marked("deque", saved(list(value)), value.maxlen)
     if isinstance(value, tuple):
         return tuple(map(saved, value))
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
+        return _marked("array", torch.from_numpy(value.copy()))
     if isinstance(value, np.generic):
         return value.item()
     return copied_value(value)
 
 
+def _marked(kind: str, *arguments: Any) -> dict[str, Any]:
+    return {KIND: kind, "arguments": list(arguments)}
+
+
+def restored(value: Any) -> Any:
+    """A copy of the value that `saved` converted. States of older versions have lists instead of sets and deques, and
+    tensors instead of arrays."""
+    if isinstance(value, dict) and KIND in value:
+        return KINDS[value[KIND]](*map(restored, value["arguments"]))
+    if isinstance(value, dict):
+        return {restored(key): restored(entry) for key, entry in value.items()}
+    if isinstance(value, list) and not _has_scalars(value):
+        return [restored(entry) for entry in value]
+    if isinstance(value, tuple):
+        return tuple(map(restored, value))
+    return copied_value(value)
+
+
 def _give_back(member: Any, name: str, value: Any) -> None:
-    """Restore an attribute from the result of `saved`. Collections are refilled in place, since they may be shared."""
+    """Set an attribute to a copy of a value. Collections are refilled in place, since they may be shared."""
     current, value = getattr(member, name, None), copied_value(value)
-    if isinstance(current, np.ndarray) and isinstance(value, Tensor):
+    if isinstance(current, np.ndarray) and isinstance(value, Tensor):  # a state of an older version
         value = value.numpy()
     if isinstance(current, list) and isinstance(value, list):
         current[:] = value
@@ -271,7 +310,7 @@ def is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return bool(np.array_equal(a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(is_equal(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(is_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple | deque) and not (_has_scalars(a) and _has_scalars(b)):
         return len(a) == len(b) and all(map(is_equal, a, b))
     return bool(a == b)
