@@ -65,6 +65,12 @@ class Batches(Iterator[Any]):
         batch = next(self.batches, OVER)
         if batch is OVER:
             if self.is_counted and self.place.begun:
+                if not self.place.batches:
+                    logger.warning(
+                        "a dataloader had no batch in epoch %d, since its sampler or stream yielded nothing: the "
+                        "stream can be read only once, or state_dict contains a position in the epoch",
+                        self.place.epoch,
+                    )
                 self.place.counted = self.place.batches
                 self.place.set(self.place.epoch + 1)
             self.share.has_warned = True  # the next epoch's workers copy the share, and would warn again
@@ -220,7 +226,7 @@ class ResumableDataLoader(DataLoader[Any]):
         if self._sampler is not None:
             self._sampler.skip, skip = self.batches * self._share.step, 0
         with self._seeded():
-            batches = islice(super().__iter__(), skip, None)
+            batches = _after(super().__iter__(), skip, self._order.root)
         new = Batches(batches, self.place, self._sampler, self._share, self._length)
         self._newest = weakref.ref(new)
         return new
@@ -284,6 +290,8 @@ class ResumableDataLoader(DataLoader[Any]):
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
         order = self._began if self.place.begun and not ended else self._order.state()
         kept = {"order": order} if order else {}
+        if batches in self.place.last_entries and not ended:
+            kept["last_entry"] = self.place.last_entries[batches]
         return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -306,6 +314,8 @@ class ResumableDataLoader(DataLoader[Any]):
         self._order.load_state(state.get("order", {}))
         self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
         self.place.move(epoch, batches)
+        if "last_entry" in state:
+            self.place.last_entries[batches] = state["last_entry"]
         if batches and batches == self._length:  # a different number of replicas omitted fewer samples
             if self._sampler is not None and "order" in state:
                 self._order.set_epoch(epoch)
@@ -324,6 +334,21 @@ class ResumableDataLoader(DataLoader[Any]):
         if self._sampler is None:
             sizes["workers"] = max(1, self.num_workers)  # each worker reads a part, and their batches alternate
         return sizes
+
+
+def _after(batches: Iterator[Any], count: int, stream: Any) -> Iterator[Any]:
+    """The batches after the first `count`, which were read before the position was saved. Raises CheckpointError if the
+    stream ends before."""
+    read = sum(1 for _ in islice(batches, count))
+    if read < count:
+        raise CheckpointError(
+            f"{type(stream).__name__} ended after {read} batches of an epoch, but {count} were read before the data "
+            "position was saved. The loader restores the state that the stream had at the start of the epoch (its "
+            "state_dict or, without one, its changed attributes with plain values), and reads it up to the position: "
+            "the state must not itself be a position in the stream. Correct state_dict, or pass dataloader=None to "
+            "start again"
+        )
+    yield from batches
 
 
 def _refuse_shares(order: Order) -> None:

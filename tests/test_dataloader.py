@@ -572,6 +572,62 @@ def test_a_sampler_of_ones_own_has_one_order_everywhere(options: Any) -> None:
     assert len(read) == len(set(read)) >= len({row[0] for batch in expected[0] for row in batch}) - 6
 
 
+class Yielding(Ordered):
+    """Keeps its position as torchdata's StatefulDistributedSampler does, for a loader that reads nothing twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.yielded, self.start = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.start = self.start, 0
+        for k in range(first, 22):
+            self.yielded = k + 1
+            yield k
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["yielded"]
+
+
+class YieldingStream(Yielding, IterableDataset[int]):  # type: ignore[misc]
+    __len__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["here", "worker"])
+@pytest.mark.parametrize("first", [1, 6])
+def test_a_sampler_whose_state_is_a_position_is_refused(first: int, options: dict[str, Any]) -> None:
+    """A resume in the second epoch skipped the rest of the epoch or, after a break, a part of it, without an error."""
+    left = make(sampler=Yielding(), **options)
+    for taken in (first, 2):
+        for _ in zip(range(taken), left):
+            pass
+    for state in (left.state_dict(), as_in_a_file(left.state_dict())):
+        other = make(sampler=Yielding(), **options)
+        other.load_state_dict(state)
+        assert other.state_dict()["last_entry"] == 7
+        with pytest.raises(
+            CheckpointError, match=r"Yielding yields another order.*entry 7 differs.*Correct state_dict"
+        ):
+            list(other)
+
+
+def test_a_stream_whose_state_is_a_position_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A resume in the second epoch ended it at once, without an error."""
+    left, other = make(dataset=YieldingStream()), make(dataset=YieldingStream())
+    epochs(left, 1)
+    other.load_state_dict(left.state_dict())
+    assert epochs(other, 1) == [[]]
+    assert "a dataloader had no batch in epoch 1" in caplog.text
+    for _ in zip(range(2), left):
+        pass
+    other.load_state_dict(left.state_dict())
+    with pytest.raises(CheckpointError, match=r"YieldingStream ended after 0 batches.* but 2 were read.*state_dict"):
+        list(other)
+
+
 def test_the_programs_generators_are_left_as_they_were() -> None:
     for options in SAMPLERS.values():
         if not options().get("num_workers"):  # torch itself draws to start them

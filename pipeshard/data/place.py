@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -25,6 +25,7 @@ class LoaderPlace:
     first: int = 0  # number of batches before the newest iterator
     is_kept: bool = False  # set_epoch was called with the epoch of the newest iterator, before its first batch
     counted: int | None = None  # number of batches in the last epoch that was read completely
+    last_entries: dict[int, Any] = field(default_factory=dict)  # by number of batches: the sampler's last entry in them
 
     @property
     def next_epoch(self) -> int:
@@ -51,6 +52,7 @@ class LoaderPlace:
 
     def set(self, epoch: int, batches: int = 0) -> None:
         self.epoch, self.batches, self.begun, self.is_kept = epoch, batches, False, False
+        self.last_entries = {}
 
     def move(self, epoch: int, batches: int) -> None:
         """Set the position of the next iterator. Existing iterators become outdated: they would read from the position

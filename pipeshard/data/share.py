@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from pipeshard.data.order import Order
+from pipeshard.data.order import Order, is_equal, is_plain, saved
 from pipeshard.data.place import LoaderPlace, Peekable
 from pipeshard.data.reach import generators_of
 from pipeshard.data.seeded import Delegate
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.graph.rng import Draws, seed_generator, seed_process
 
 logger = logging.getLogger("pipeshard")
@@ -90,9 +91,32 @@ class SharedSampler(Sampler[Any]):
         draws = self._draws()
         with draws:
             entries = iter(self.sampler)
-        peekable = Peekable(self.share.of(islice(entries, self.skip, None)), draws)
+        peekable = Peekable(self.share.of(self._after_skip(entries)), draws)
         self._entries = weakref.ref(peekable)
         return peekable
+
+    def _after_skip(self, entries: Iterator[Any]) -> Iterator[Any]:
+        """Yield the entries after the first `skip`, and note the last entry of each step.
+
+        Raises CheckpointError if the last skipped entry is not the one that was read before the position was saved.
+        """
+        step, last_entries = self.share.step, self.place.last_entries
+        skipped = [saved(entry) for entry in deque(islice(entries, self.skip), maxlen=1)]
+        expected = last_entries.get(self.skip // step)
+        if expected is not None and not is_equal(skipped, [expected]):
+            raise CheckpointError(
+                f"{type(self.sampler).__name__} yields another order than before the data position was saved: entry "
+                f"{self.skip - 1} differs. The loader restores the state that the samplers had at the start of the "
+                "epoch (their state_dict or, without one, their changed attributes with plain values), and then omits "
+                "the entries that were read: the state must determine the order of a whole epoch, and must not be a "
+                "position in it. Correct state_dict, or pass dataloader=None to continue in a new order"
+            )
+        for number, entry in enumerate(entries, self.skip + 1):
+            if number % step == 0 and is_plain(entry):
+                for taken in [batches for batches in last_entries if batches < self.place.batches]:
+                    del last_entries[taken]
+                last_entries[number // step] = saved(entry)
+            yield entry
 
     def __len__(self) -> int:
         with self._draws(), self.order.unchanged():
