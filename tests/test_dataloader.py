@@ -1145,6 +1145,7 @@ def test_the_first_samples_of_any_loader() -> None:
         assert first_samples(loader)["input_ids"].tolist() == [[0, 0], [1, 1], [2, 2]]
     assert first_samples(DataLoader(samples, batch_sampler=[[0, 1], [2]]))["input_ids"].shape == (1, 2)
     assert first_samples(DataLoader(samples, batch_size=None))["input_ids"].shape == (2,)
+    assert first_samples(DataLoader(Sized(), batch_size=4)).tolist() == [0, 1, 2, 3]
     lists: Any = [{"input_ids": [1, 2]}]
     with pytest.raises(BatchError, match=r"default_collate does not stack: use plugin.prepare_dataloader"):
         first_samples(DataLoader(lists, batch_size=1))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
 from pipeshard.batch.read import COLLATORS, dummy_inputs, is_numbers, read_batch
@@ -74,7 +74,7 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
     is_whole = size is None and sampler is None  # the dataset's entries are batches
     size = 1 if is_whole else size or getattr(sampler, "batch_size", None) or 1
     with _kept(dataset, collate_fn):
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        if _is_indexed(dataset):
             with _explained(dataset):
                 samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
         else:
@@ -91,6 +91,12 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
                 f"(or {COLLATORS}, which pad) to the DataLoader, or call dataset.with_format('torch')"
             )
         return collate_fn(samples)
+
+
+def _is_indexed(dataset: Any) -> bool:
+    """Whether samples are read by index. A stream may also have a length, but inherits a `__getitem__` that raises."""
+    own = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
+    return own is not Dataset.__getitem__ and hasattr(dataset, "__len__")
 
 
 def _explained(dataset: Any) -> AbstractContextManager[None]:
