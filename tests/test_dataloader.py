@@ -1132,6 +1132,25 @@ def test_a_dataset_of_other_keys_asks_for_a_batch() -> None:
     assert found.tensors["input"].shape == (2, 3)
 
 
+class Rows(Dataset[Any]):
+    """A memory-mapped file, from which a list of indices reads a whole batch."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, indices: Any) -> Any:
+        return torch.arange(20).view(10, 2)[indices]
+
+
+def test_the_first_samples_of_a_dataset_that_is_read_by_lists_of_indices() -> None:
+    """Torch's way to read whole batches at once gave one sample without a batch dimension, with which boost traced."""
+    for size, expected in ((3, [[0, 1], [2, 3], [4, 5]]), (12, torch.arange(20).view(10, 2).tolist())):
+        options: dict[str, Any] = {"batch_size": None, "sampler": BatchSampler(RandomSampler(Rows()), size, False)}
+        for loader in (DataLoader(Rows(), **options), ResumableDataLoader(Rows(), **options)):
+            assert first_samples(loader).tolist() == expected
+    assert first_samples(DataLoader(Rows(), batch_size=None)).tolist() == [0, 1]
+
+
 def test_the_first_samples_of_any_loader() -> None:
     """A loader with a `batch_sampler`, which accelerate gives to all, was taken for one whose entries are batches."""
     samples: Any = [{"input_ids": torch.tensor([k, k])} for k in range(10)]

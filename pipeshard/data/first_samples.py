@@ -72,11 +72,14 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
         return None
     size, sampler = getattr(dataloader, "batch_size", None), getattr(dataloader, "batch_sampler", None)
     is_whole = size is None and sampler is None  # the dataset's entries are batches
+    # a BatchSampler passed as the sampler yields lists of this many indices
+    listed = getattr(getattr(dataloader, "sampler", None), "batch_size", None) if is_whole else None
     size = 1 if is_whole else size or getattr(sampler, "batch_size", None) or 1
     with _kept(dataset, collate_fn):
         if _is_indexed(dataset):
             with _explained(dataset):
-                samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
+                first = [*range(min(len(dataset), listed or size))]
+                samples = [dataset[first]] if listed and first else [dataset[k] for k in first]
         else:
             samples = _first_of_stream(dataset, size)
         if not samples:
