@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, Phi3Config, Phi3ForCausalLM
 
 from pipeshard.errors import UsageError
 from pipeshard.generate import forward
@@ -164,3 +164,38 @@ def test_samples_that_depend_on_each_other_are_not_split(pool: Pool, kind: str) 
     fp8 keys were scaled as those of the first microbatch, and recurrent layers forgot prompts, without an error."""
     for same, message in pool.run(together, 2, kind):
         assert same and REASONS[kind] in message and "call model.generate(..., num_microbatches=1)" in message
+
+
+class Shifted(LlamaModel):
+    """Keeps what the positions of later tokens are ahead of their number, one row a sample, as Qwen3-VL did."""
+
+    deltas: Any
+
+    def forward(
+        self, input_ids: Any = None, position_ids: Any = None, past_key_values: Any = None, **options: Any
+    ) -> Any:
+        known = 0 if past_key_values is None else past_key_values.get_seq_length()
+        positions = known + torch.arange(input_ids.shape[1])[None]
+        if known:
+            positions = positions + self.deltas.repeat_interleave(len(input_ids) // len(self.deltas), dim=0)
+        else:
+            self.deltas = input_ids.sum(1, keepdim=True) % 7
+        return super().forward(input_ids, position_ids=positions, past_key_values=past_key_values, **options)
+
+
+def of_shifted(num_microbatches: int | None) -> bool:
+    """Whether a model with shifts generates as one process does."""
+    model: Any = llama()
+    model.model.__class__, model.model.deltas = Shifted, None
+    expected = generated(copy.deepcopy(model).eval(), "llama", **SCORES)
+    split = boosted(model, "llama", num_microbatches=1)
+    with mock.patch.object(forward, "TOKENS", 7):
+        made = generated(split, "llama", num_microbatches=num_microbatches, **SCORES)
+    return is_same(made, expected, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+def test_what_the_model_itself_keeps_of_its_samples_is_joined(pool: Pool, num_microbatches: int | None) -> None:
+    """Each microbatch of the prompts replaced the state of the one before, and all samples continued with the last:
+    wrong tokens, without an error."""
+    assert pool.run(of_shifted, 2, num_microbatches) == [True, True]

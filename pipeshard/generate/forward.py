@@ -27,7 +27,7 @@ from pipeshard.errors import BatchError, TraceError, UsageError, of_all, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, counts_samples, entry_of, key_of, twin
-from pipeshard.generate.rows import CacheParts, joined
+from pipeshard.generate.rows import CacheParts, Place, StateParts, joined
 from pipeshard.generate.samples import Samples, cannot_split
 from pipeshard.graph.taint import Value
 from pipeshard.hf import CACHES, LOGITS, complete_cache, config_of, disable_caches, enable_caches, is_cache, is_ids
@@ -68,6 +68,7 @@ class Forward:
         self._caches: dict[int, Entries] = {}
         self._used: dict[int, Entries] = {}  # in one forward, by id, in the same order on all ranks
         self._parts: dict[int, CacheParts] = {}  # in one forward, by the ids of their parts
+        self._states: dict[Place, Tensor] = {}  # of samples, which glue has assigned to attributes
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank."""
@@ -113,8 +114,11 @@ class Forward:
         split if its microbatches cannot be traced: a value that is not an argument, such as the tensor of a hook or
         peft's `adapter_names`, may have one entry per sample."""
         batches = self._microbatches(entry, forward)
+        states, ways = self._state_parts(batches), list[Way]()
         try:
-            ways = [self._way(path, batch.data, forward) for batch in batches]
+            for i, batch in enumerate(batches):
+                with states.part(i):
+                    ways.append(self._way(path, batch.data, forward))
             if len(batches) > 1:
                 for batch, way in zip(batches, ways, strict=True):
                     _refuse_other_rows(batch, way)
@@ -220,6 +224,7 @@ class Forward:
         pipeline = self.pipeline
         replay, placement = pipeline.policy.replay, pipeline.policy.placement
         passed: list[dict[Value, Tensor]] = [{} for _ in batches]  # outputs of the previous stage on this rank
+        states = self._state_parts(batches)
         outputs: list[Any] = []
         changed: list[tuple[Entries, Entries]] = []
         with replay.randomness.step(pipeline.seed, pipeline.steps, forwards=pipeline.forwards + 1):
@@ -235,13 +240,15 @@ class Forward:
                         parts = [self._parts[id(copy.cache)] for _, copy in copies]
                         batch = replace(batch, leaves=tuple(_part_of(leaf, parts, 0) for leaf in batch.leaves))
                     replay.randomness.microbatch(i)
-                    output, made = self._replayed(stage.index, route, way.deltas, received, batch)
+                    with states.part(i):
+                        output, made = self._replayed(stage.index, route, way.deltas, received, batch)
                     passed[i] = {value: made[value].detach() for value in route.leaves.values}
                     if destination != pipeline.rank:
                         self._send(list(passed[i].values()), destination)
                     elif stage.is_last:
                         outputs.append(output)
                 changed += copies
+        states.join()
         pipeline.forwards += 1
         self._finish_sending()
         replay.repeats.clear()
@@ -249,6 +256,9 @@ class Forward:
         for entries, copy in changed:
             entries.adopt(copy)
         return self._joined(outputs, [batch.rows for batch in batches])
+
+    def _state_parts(self, batches: Sequence[Batch]) -> StateParts:
+        return StateParts(self.pipeline.containers, self._states, [batch.rows for batch in batches])
 
     def _copies(self, rows: int) -> list[tuple[Entries, Entries]]:
         """For each cache, its Entries and the Entries of a copy for one stage of this rank. Glue runs on every stage,

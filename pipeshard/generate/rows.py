@@ -1,12 +1,13 @@
-"""Rows: caches and outputs split by samples, so that several microbatches of a forward are in flight."""
+"""Rows: caches, states and outputs split by samples, so that several microbatches of a forward are in flight."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeshard.hf import is_cache
 
@@ -78,6 +79,55 @@ class CacheParts:
         date."""
         _, version = self._given.get(id(part), (None, -2))
         return version == -1 or version == part._version
+
+
+Place = tuple[nn.Module, str]  # a module, and the name of its attribute
+
+
+class StateParts:
+    """States of samples in attributes of modules, such as the positions of a prompt with images, split for one forward.
+    Microbatch i has `sizes[i]` samples.
+
+    Args:
+        known: the states that earlier forwards have assigned, which `join` updates.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], known: dict[Place, Tensor], sizes: Sequence[int]) -> None:
+        self.modules, self.known, self.sizes = modules, known, sizes
+        self._whole = {place: state for place, state in known.items() if self._is_split(place, state)}
+        self._assigned: list[dict[Place, Tensor]] = [{} for _ in sizes]
+
+    @contextmanager
+    def part(self, i: int) -> Iterator[None]:
+        """Context manager in which the attributes have only the rows of microbatch i."""
+        start, size = sum(self.sizes[:i]), self.sizes[i]
+        _assign({place: state[start : start + size] for place, state in self._whole.items()})
+        given = [dict(vars(module)) for module in self.modules]
+        try:
+            yield
+            for module, before in zip(self.modules, given):
+                for name, value in vars(module).items():
+                    if value is not before.get(name) and isinstance(value, Tensor) and value.shape[:1] == (size,):
+                        self._assigned[i][module, name] = value
+        finally:
+            _assign(self._whole)
+
+    def join(self) -> None:
+        """Assign the concatenated states that every microbatch has assigned."""
+        first, *others = self._assigned
+        places = [place for place in first if all(place in other for other in others)]
+        whole = {place: torch.cat([part[place] for part in self._assigned]) for place in places} if others else first
+        _assign(whole)
+        self.known.update(whole)
+
+    def _is_split(self, place: Place, state: Tensor) -> bool:
+        module, name = place
+        return len(self.sizes) > 1 and vars(module).get(name) is state and len(state) == sum(self.sizes)
+
+
+def _assign(states: dict[Place, Tensor]) -> None:
+    for (module, name), state in states.items():
+        setattr(module, name, state)
 
 
 def _is_open(value: Any) -> bool:
