@@ -224,6 +224,7 @@ class Forward:
         pipeline = self.pipeline
         replay, placement = pipeline.policy.replay, pipeline.policy.placement
         passed: list[dict[Value, Tensor]] = [{} for _ in batches]  # outputs of the previous stage on this rank
+        own_progress().in_flight = True
         states = self._state_parts(batches)
         outputs: list[Any] = []
         changed: list[tuple[Entries, Entries]] = []
@@ -355,6 +356,7 @@ class Forward:
             output = restore(of_ranks[last]["output"], get, known)
         for tensor in tensors:
             broadcast_bytes(tensor, pipeline.last_rank, self.group)
+        own_progress().in_flight = False
         return self._checked(output)
 
     def _checked(self, output: Any) -> Any:

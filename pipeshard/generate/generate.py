@@ -73,7 +73,6 @@ class Generation:
         refuse_other_inputs(pipeline.grid, args, kwargs)
         pipeline.gradients.settle()
         own_progress().begin(pipeline.model, pipeline.policy.chunks)
-        own_progress().in_flight = pipeline.grid.size > 1
         self._share_generators()
         pipeline.policy.replace_forward()
         self.forward.begin(num_microbatches)
@@ -89,7 +88,6 @@ class Generation:
         finally:
             self.forward.forget()
             disable_caches(pipeline.model)
-            own_progress().in_flight = False
 
     def _share_generators(self) -> None:
         """Set the generators of all ranks of the pipeline to the states on its first rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from pipeshard.distributed.failures import GONE, Fault
 from pipeshard.distributed.watch import PERIOD, SILENT, Watch
 from pipeshard.engine.reader import Reader
 from pipeshard.errors import BatchError, CheckpointError, PipeshardError, RankError
+from pipeshard.generate.forward import Forward
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split
@@ -192,6 +194,40 @@ def test_an_error_of_all_ranks_ends_nobody_who_leaves_it_late(pool: Pool) -> Non
     (first, loss, failed), (second, other, later) = pool.run(steps_of_a_late_rank, 2)
     assert "iterator is exhausted" in first and "iterator is exhausted" in second
     assert loss == other > 0 and failed == later
+
+
+def failing_while_generating() -> tuple[bool, str]:
+    """Whether generate works after an error of a criterion of the loop on all ranks, and what it raises after errors of
+    all ranks in other microbatches."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("planted")
+
+    split, microbatches = Split(zoo.build("llama"), 2, zoo.batch("llama"), num_microbatches=1), itertools.count()
+    prompts, replayed = zoo.batch("llama", rows=3)["input_ids"], Forward._replayed
+
+    def in_microbatch(*args: Any) -> Any:
+        return fail() if next(microbatches) == (2 if dist.get_rank() == 0 else 0) else replayed(*args)
+
+    def generated(**options: Any) -> Any:
+        return split.model.generate(input_ids=prompts, max_new_tokens=2, num_microbatches=3, do_sample=False, **options)
+
+    expected = generated()
+    with pytest.raises(ValueError, match="planted"):
+        generated(logits_processor=[fail])
+    works = torch.equal(generated(), expected)
+    with mock.patch.object(Forward, "_replayed", in_microbatch), pytest.raises((ValueError, RankError)):
+        generated()
+    with pytest.raises(RankError) as caught:
+        generated()
+    return works, str(caught.value)
+
+
+@pytest.mark.turns
+def test_messages_of_a_generate_that_failed_are_not_read_by_the_next(pool: Pool) -> None:
+    """Where each rank had an error of its own, as out of memory, the next generate read those messages, and hung."""
+    for works, error in pool.run(failing_while_generating, 2):
+        assert works and "cannot continue" in error and "model.generate" in error
 
 
 def waits_between_calls() -> tuple[str, str, float]:
