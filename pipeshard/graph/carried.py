@@ -177,29 +177,28 @@ class _Record:
 
 def run_watched(tracer: Tracer, batch: Batch, real: Batch | None, before: Before) -> Dataflow:
     """Run the glue on `batch`, and return the Dataflow. The Dataflow's `passing` lists the places of values and hooks
-    that differ from `before` after some call, but not at the end."""
+    that differ from `before` after some call, but not at the end: the forward or the criterion restores them."""
     passing: dict[str, Path] = {}
     hooks = -1  # the number of hooks that had been registered at the last look
 
-    def listen(call: int | None, is_through: bool) -> None:
+    def changed(is_at_end: bool) -> dict[str, Path]:
         nonlocal hooks
-        if call is not None and not is_through:
-            return
         changes = [change for change in flagged(before.snapshot) if change.path[0].key == ""]
         paths = [place_of(tracer.model, change.path) for change in changes]
         paths = [path for path in paths if not any("_hooks" in str(step.key) for step in path)]
-        if not is_through or hooks != RemovableHandle.next_id:
+        if is_at_end or hooks != RemovableHandle.next_id:
             hooks = RemovableHandle.next_id
             paths += [path for path, *_ in before.changed_hooks() if len(path) > 1]
-        of_model = {format_path(path): path for path in paths}
+        return {format_path(path): path for path in paths}
+
+    def listen(call: int | None, is_through: bool) -> None:
         if is_through:
-            passing.update(of_model)
-            return
-        for name in of_model:
-            passing.pop(name, None)
+            passing.update(changed(is_at_end=False))
 
     with replaced(tracer, listen=listen):
         flow = tracer.run(batch, real)
+    for name in changed(is_at_end=True):
+        passing.pop(name, None)
     return replace(flow, passing=tuple(passing.values()))
 
 

@@ -148,8 +148,8 @@ class Dataflow:
     call. `touched` are the values that operators of glue received. `questions` are the decisions of glue on the batch's
     values: the Dataflow is valid only for batches with the same answers. `hooks` are the gradient hooks that glue
     registers, `carried` the places with state for the next forward, `passing` the places that the forward changes and
-    restores before it ends. `together` lists the first and the last call in each of the model's own checkpoints, whose
-    backward runs these calls again. `valued` are the units that were visited with values, since they do not run on
+    that it or the loss restores. `together` lists the first and the last call in each of the model's own checkpoints,
+    whose backward runs these calls again. `valued` are the units visited with values, since they do not run on
     meta. `deciders` are the modules outside units that were running when glue branched, and that could be units.
     `differentiated` are the values that receive a gradient of the loss through glue. `counts_results` is True if the
     criterion returns a count that depends on unit results. `opaque` has the name and the class of each object in the

@@ -50,7 +50,7 @@ class Before:
     """The state of a model, a criterion and everything that their code reaches, recorded on creation."""
 
     def __init__(self, model: nn.Module, criterion: Callable[..., Any] | None = None) -> None:
-        self.snapshot = Snapshot({"": model, "the criterion": criterion})
+        self.snapshot = Snapshot({"": model}, then={"the criterion": criterion})
         self.tensors = {tensor: tensor.data for *_, tensor, _ in self.snapshot.tensors}
         self.writes = Writes({storage_of(tensor) for tensor in self.tensors})
         self.hooks: list[tuple[Path, Any, Any]] = []  # also empty dicts, which a Snapshot skips

@@ -92,20 +92,24 @@ class Holder(NamedTuple):
 
 class Snapshot:
     """The state of everything that is reachable from `roots`, other than through the objects in `without`, recorded
-    when the Snapshot is created. Paths begin with the name of their root.
+    when the Snapshot is created. Paths begin with the name of their root. `then` are roots that are walked last: an
+    object that the first roots also reach has a path from there.
 
     Attributes:
         paths: the path of each holder, by id.
         tensors: for each tensor, its place (path, holder, key), the tensor, and its `_version`.
     """
 
-    def __init__(self, roots: Mapping[str, Any], without: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, roots: Mapping[str, Any], without: Iterable[Any] = (), then: Mapping[str, Any] | None = None
+    ) -> None:
         self.holders: list[Holder] = []
         self.paths: dict[int, Path] = {}
         self.tensors: list[tuple[Path, Any, Any, Tensor, int]] = []
         self._seen = {id(value): value for value in without}  # kept alive, so that no id is reused
         with DisableTorchFunction():  # faster: no operator runs, but attributes of hundreds of tensors are read
-            self._walk(deque(((PathStep("root", name),), root) for name, root in roots.items()))
+            for group in (roots, then or {}):
+                self._walk(deque(((PathStep("root", name),), root) for name, root in group.items()))
         self._empty = [holder.live for holder in self.holders if holder.live is not None and not holder.values]
         self._full = [holder for holder in self.holders if holder.live is None or holder.values]
 

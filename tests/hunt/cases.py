@@ -296,6 +296,17 @@ CASES = {
         ordinary(3),
     ),
     "taken": Case(nets.Taking, "The same for a sum in a closure: backward went through the graph of the step before."),
+    "collected": Case(
+        nets.Collecting,
+        "The criterion empties a list of losses: on stages without it the list grew, with a graph of every forward.",
+        criterion=nets.Collects,
+    ),
+    "collected, interleaved": Case(
+        nets.Collecting,
+        "The same with two chunks per rank: what the first had appended was counted twice.",
+        options={"schedule": "interleaved", "num_model_chunks": 2, "num_microbatches": 2, "verify": False},
+        criterion=nets.Collects,
+    ),
     "detaches once": Case(
         nets.DetachesOnce,
         "A layer detaches by its own count: the layers before it got zeros, by which AdamW decays, where one process "
