@@ -149,6 +149,9 @@ def tree_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+WEAKREFS = "_flat_weight_refs"  # the attribute of an nn.LSTM or nn.GRU with weak references to its parameters
+
+
 @contextmanager
 def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
     """Context manager in which `swap_tensors` accepts all parameters. An nn.LSTM or nn.GRU has weak references to its

@@ -16,18 +16,20 @@ import inspect
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError, UsageError, explained, listed, summary
+from pipeshard.graph.places import COLLECTIONS, constants_of, content_of, entries_of, is_same, ways_to_hold
 from pipeshard.graph.rng import Randomness, seeded
 from pipeshard.graph.taint import mutated, storage_of
-from pipeshard.private import DispatchMode, restore_meta_kernels, without_weakrefs
+from pipeshard.private import WEAKREFS, DispatchMode, restore_meta_kernels, without_weakrefs
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import kept_tied
 
@@ -268,7 +270,9 @@ def number(seed: int, text: str) -> int:
 
 NOTED = "pipeshard_noted"  # the attribute of a parameter on meta with its Noted
 BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module: mode, hooks, parameters, buffers
+OF_OBJECT = ("attr", "item", "list")  # how objects hold what `_inside` returns
+# Attributes of every module (mode, hooks, parameters, buffers), and those that `without_weakrefs` sets.
+MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), WEAKREFS))
 
 
 @dataclass
@@ -277,12 +281,13 @@ class Blueprint:
     skeleton was made.
 
     `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
-    original plain attributes), and `versions` each parameter with its version, which writes increase.
+    original plain attributes, entries of the collections in them), and `versions` each parameter with its version,
+    which writes increase. (A trace also writes to buffers.)
     """
 
     place: int
     make: Callable[[], nn.Module]
-    before: list[tuple[str, nn.Module, dict[str, Any]]]
+    before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
     versions: list[tuple[str, nn.Parameter, int]]
 
 
@@ -311,7 +316,8 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
         _refuse_existing(module, again, place, name)
     with kept_tied(module):  # also tensors that the constructor put on another device
         module.to("meta")
-    before = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
+    plain = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
+    before = [(path, inner, attributes, _entries(attributes)) for path, inner, attributes in plain]
     versions = [(path, parameter, parameter._version) for path, parameter in module.named_parameters()]
     module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before, versions=versions)
     return module
@@ -378,19 +384,15 @@ def blank_buffers(module: nn.Module) -> None:
 @torch.no_grad()
 def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
     """Copy the values, buffers and attributes of `built` to `module`. References to submodules and tensors of `built`
-    become references to the corresponding objects in `module`."""
-    parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, _ in blueprint.before}
+    become references to the corresponding objects in `module`. Objects that the constructor has not made are not
+    copied."""
     paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
     if paths != built_paths:
         raise ValueError(f"the modules differ (the first difference is {min(paths ^ built_paths)})")
-    values = dict(built.named_parameters(remove_duplicate=False))
-    with without_weakrefs(module):
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in values:
-                parts[id(values[name])] = parameter
-            if parameter.is_meta:
-                give(parameter, _like(values[name].detach(), parameter, name))
-    for path, inner, before in blueprint.before:
+    parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, *_ in blueprint.before}
+    _give_values(module, built, blueprint, parts)
+    taken = []
+    for path, inner, before, entries in blueprint.before:
         source = built.get_submodule(path)
         for key, value in source._buffers.items():
             skeleton = inner._buffers.get(key)
@@ -399,8 +401,74 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
                     inner._buffers[key] = _like(value, skeleton, f"{path}.{key}".lstrip("."))
                 parts[id(value)] = inner._buffers[key]
         for key, value in _plain_attributes(source).items():
-            if vars(inner).get(key) is before.get(key):
-                inner.__dict__[key] = copy.deepcopy(value, parts)
+            now = vars(inner).get(key)
+            if now is before.get(key) and _are_same(_entries(now), entries.get(key)):
+                taken.append((inner, key, now, value))
+    for _, _, now, value in taken:
+        _match(now, value, parts, set())
+    for inner, key, _, value in taken:
+        inner.__dict__[key] = copy.deepcopy(value, parts)
+
+
+def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, parts: dict[int, Any]) -> None:
+    """Give the parameters on meta in `module` their values in `built`, and add all parameters to `parts`. Since the
+    skeleton was made, a parameter may have been tied, or its module wrapped by an adapter, under another name."""
+    values = dict(built.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    known = {name: parameter for name, parameter, _ in blueprint.versions} | parameters
+    with without_weakrefs(module):
+        for name, value in values.items():
+            parts[id(value)] = parameter = known[name]
+            if parameter.is_meta:
+                give(parameter, _like(value.detach(), parameter, name))
+    if blank := [name for name, parameter in parameters.items() if parameter.is_meta]:
+        raise ValueError(
+            f"its constructor does not create {listed(blank, 3)}. Call model.build() before you add adapters, "
+            "parametrizations or parameters"
+        )
+
+
+def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None:
+    """Add to `parts` objects in `now` that `deepcopy` must not copy. `before` is the corresponding value in the
+    skeleton: what both contain exists outside the layer. A function that refers to other `parts` is replaced by the
+    skeleton's function, which refers to the skeleton."""
+    if before is now:
+        parts.setdefault(id(now), now)
+    if type(before) is not type(now) or id(now) in parts or id(now) in seen:
+        return
+    seen.add(id(now))
+    twins, inside = _inside(before), _inside(now)
+    for step in inside.keys() & twins.keys():
+        _match(twins[step], inside[step], parts, seen)
+    if isinstance(now, FunctionType) and any(parts.get(id(value), value) is not value for value in inside.values()):
+        parts[id(now)] = before
+
+
+def _inside(value: Any) -> dict[Any, Any]:
+    """The objects to which a value refers, by the step to them; for a function, those in its closure and defaults."""
+    if isinstance(value, FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return {("default", k): entry for k, entry in enumerate(defaults)} | content_of(value, "cell")
+    ways = [how for how in ways_to_hold(value) if how in OF_OBJECT]
+    held = {(how, key): entry for how in ways for key, entry in entries_of(content_of(value, how))}
+    return held | {(step.how, step.key): entry for step, entry in constants_of(value)}
+
+
+def _entries(value: Any, around: tuple[Any, ...] = ()) -> Any:
+    """The entries of a collection, and of the collections in it, as dicts. Any other value is returned as it is."""
+    if any(value is outer for outer in around):
+        return ...
+    if not isinstance(value, (*COLLECTIONS, tuple)):
+        return value
+    entries = entries_of(content_of(value, "item" if isinstance(value, MutableMapping) else "list"))
+    return {key: _entries(entry, (*around, value)) for key, entry in entries}
+
+
+def _are_same(before: Any, now: Any) -> bool:
+    """Whether two results of `_entries` are equal."""
+    if type(before) is dict and type(now) is dict:
+        return before.keys() == now.keys() and all(_are_same(before[key], now[key]) for key in before)
+    return is_same(before, now)
 
 
 def _like(value: Tensor, skeleton: Tensor, name: str) -> Tensor:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -738,3 +741,114 @@ def test_a_spec_takes_a_constructor_of_tensors_on_the_cpu() -> None:
 def test_a_spec_takes_modules_without_values() -> None:
     model = PipelineModule([LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Sequential, nn.GELU())])
     assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+class Sharing(nn.Module):
+    """A layer with a config that has a list of losses, and another object from outside, as in Megatron's layers."""
+
+    def __init__(self, config: SimpleNamespace, other: Any) -> None:
+        super().__init__()
+        self.linear, self.config, self.other = nn.Linear(H, H), config, other
+        self.known = {"config": config, "linear": self.linear}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.config.temperature
+        self.known["config"].losses.append(y.square().mean())
+        return y
+
+
+@pytest.mark.parametrize("other", [math, threading.Lock(), None])
+def test_layers_of_specs_share_what_they_are_given(other: Any) -> None:
+    """A build copied the config: layers did not see later changes, and their losses did not reach the criterion. A lock
+    or a Python module in an attribute was refused."""
+    config = SimpleNamespace(temperature=1.0, losses=[])
+    model = PipelineModule([LayerSpec(Sharing, config, other) for _ in range(3)])
+    if other is None:  # modules and locks cannot be copied
+        model = copy.deepcopy(model)
+        config = model.layers[0].config
+    first = model(torch.ones(2, H))
+    config.temperature = 0.0
+    assert first.any() and not model(torch.ones(2, H)).any() and len(config.losses) == 6
+    assert all(layer.config is config and layer.other is other for layer in model.layers)
+    assert all(layer.known["linear"] is layer.linear for layer in model.layers)
+
+
+class WithFunctions(nn.Module):
+    """A layer with functions that its constructor defines: of parameters, of other functions, and of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.alpha = nn.Linear(H, H), nn.Parameter(torch.ones(H))
+        noise = torch.rand(H, device="cpu")
+
+        def scale(x: Tensor) -> Tensor:
+            return x * self.alpha
+
+        self.act = lambda x: scale(x) + noise
+        self.steps = [self.linear, lambda x, linear=self.linear: linear(x)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return self.act(x)
+
+
+def test_functions_of_a_layer_of_a_spec_use_its_parameters() -> None:
+    """Functions belonged to the module that was built for the values, so alpha was not trained."""
+    model = PipelineModule([LayerSpec(WithFunctions) for _ in range(2)])
+    calls: list[nn.Module] = []
+    model(torch.ones(2, H)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.layers[0].linear.register_forward_hook(lambda module, *_: calls.append(module))
+    model(torch.ones(2, H))
+    assert calls == [model.layers[0].linear] * 2
+
+
+class Optioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.options: dict[str, Any] = {"scale": 1.0, "taps": [1], "linear": self.linear}
+        self.options["self"] = self.options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.options["linear"](x) * self.options["scale"]
+
+
+def test_changes_of_dicts_and_lists_before_the_build_are_kept() -> None:
+    """A build put the constructor's entries back."""
+    model = PipelineModule([LayerSpec(Optioned) for _ in range(3)])
+    model.layers[0].options["scale"] = 0.0
+    model.layers[1].options["taps"].append(2)
+    assert not model.build()(torch.ones(2, H)).isnan().any()
+    assert [layer.options["scale"] for layer in model.layers] == [0.0, 1.0, 1.0]
+    assert [layer.options["taps"] for layer in model.layers] == [[1], [1, 2], [1]]
+    assert all(layer.options["linear"] is layer.linear for layer in model.layers)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.gain = base_layer, nn.Parameter(torch.full((H,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) * self.gain
+
+
+def test_layers_of_specs_that_are_wrapped_or_parametrized_before_the_build() -> None:
+    """Both ended in a KeyError, without a remedy."""
+    plain, model = (PipelineModule([LayerSpec(Optioned), LayerSpec(nn.LayerNorm, H)]) for _ in range(2))
+    model.layers[0].options["linear"] = model.layers[0].linear = Wrapper(model.layers[0].linear)
+    assert torch.equal(model.build().layers[0].linear.base_layer.weight, plain.build().layers[0].linear.weight)
+    assert model(torch.ones(2, H)).shape == (2, H) and model.layers[0].linear.gain.eq(2).all()
+    parametrized = PipelineModule([LayerSpec(nn.Linear, H, H)])
+    nn.utils.parametrizations.weight_norm(parametrized.layers[0])
+    with pytest.raises(ConfigurationError, match=r"does not create .*original0.*Call model.build\(\) before you add"):
+        parametrized.build()
+
+
+def test_a_spec_of_an_lstm() -> None:
+    """The recorded attributes had weak references to its parameters, with which no values could be set."""
+    model = PipelineModule([LayerSpec(nn.LSTM, H, H), lambda outputs: outputs[0]])
+    model(torch.ones(2, 3, H)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
