@@ -332,11 +332,12 @@ def build(
     if not chosen.shards_itself:
         refuse_blank_adapters(model)
         refuse_blank(model)
+    device = _with_index(torch.device(device))
     became = tie_on_meta(model)
     sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
-    flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))
+    flow, policy = partition(model, cuts, sample, criterion, chosen, device)
     if not chosen.shards_itself:
-        shard(model, policy, torch.device(device), seed=torch.initial_seed() % 2**63)
+        shard(model, policy, device, seed=torch.initial_seed() % 2**63)
     whole = chosen.whole_output or flow.loss is None
     live = boundaries(flow, policy.stages, len(policy.placement), whole)
     names = () if isinstance(sample.data, Mapping) else tuple(as_keywords(model, sample.data))
@@ -344,6 +345,14 @@ def build(
     carry = Carry(model)
     stages = {index: StageModule(model, policy, index, criterion, whole, names, carry) for index in own}
     return chosen.take(Split(model, sample, criterion, flow, policy, live, stages, became))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device with the index that its tensors have. Initializes CUDA, which creates the GPUs' random generators."""
+    if device.type != "cuda":
+        return device
+    torch.cuda.init()
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def partition(

@@ -817,3 +817,15 @@ def test_ties_inside_a_stage_count() -> None:
     model = zoo.build("gpt2")
     assert analyze_tied_weights(model) == [(("lm_head.weight", 0), ("transformer.wte.weight", 0))]
     assert "build" in pipeshard.__all__
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 1), ("cuda:2", 2), (torch.device("cuda"), 1)])
+def test_a_device_gets_its_index(device: Any, index: int) -> None:
+    """The name "cuda" ended in an IndexError or TypeError where the random generators of the GPUs are read."""
+    with (
+        mock.patch.multiple(torch.cuda, init=mock.DEFAULT, current_device=lambda: 1) as patched,
+        mock.patch("pipeshard.interop.build.partition", side_effect=InterruptedError) as partition,
+        pytest.raises(InterruptedError),
+    ):
+        build(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, batch=torch.ones(1, 2), device=device)
+    assert partition.call_args.args[-1] == torch.device("cuda", index) and patched["init"].called
