@@ -84,7 +84,7 @@ class PipelineModule(nn.Module):
         modules = nn.ModuleList()
         for place, entry in enumerate(entries):
             seed = functools.partial(seed_fn or _seed_torch, base_seed + place) if seed_layers else None
-            modules.append(_layer(place, entry, seed))
+            modules.append(_layer(place, entry, seed, self))
         tie(modules, {place: spec for place, spec in enumerate(entries) if isinstance(spec, TiedLayerSpec)})
         self.layers = _Uncut(
             Function(spec.forward_fn, place, layer) if isinstance(spec, TiedLayerSpec) and spec.forward_fn else layer
@@ -223,8 +223,8 @@ def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any
         raise ConfigurationError(f"checkpointable_layers must be a list of class names, got {checkpointable!r}")
 
 
-def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
-    """The module for an entry of the list. For a spec, this is a module on meta that is built later."""
+def _layer(place: int, entry: Any, seed: Callable[[], Any] | None, owner: nn.Module) -> nn.Module:
+    """The module for an entry of the list of `owner`. For a spec, this is a module on meta that is built later."""
     if isinstance(entry, LayerSpec):
         return skeleton(entry.construct, functools.partial(entry.build, seed), place, repr(entry))
     if isinstance(entry, nn.Module):
@@ -236,7 +236,7 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
         raise ConfigurationError(
             f"layer {place} has type {type(entry).__name__}: pass a module, a LayerSpec, or a function of one argument"
         )
-    return Function(entry, place)
+    return Function(entry, place, owner=owner)
 
 
 def _seed_torch(number: int) -> None:

@@ -96,15 +96,18 @@ class Function(nn.Module):
     """A layer that calls `fn(x)` or, with a module, `fn(module, x)`.
 
     Modules to which `fn` refers (a bound method's instance, arguments of a partial) are registered, so that their
-    parameters are found. Raises ConfigurationError for modules and parameters in closures or defaults, and for
-    parameters outside modules, since none of these can be registered.
+    parameters are found, except `owner`, the model that contains the layer: its own method may be a layer. Raises
+    ConfigurationError for modules and parameters in closures or defaults, and for parameters outside modules, since
+    none of these can be registered.
     """
 
-    def __init__(self, fn: Callable[..., Any], place: int, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], place: int, module: nn.Module | None = None, owner: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.fn, self.module = fn, module
         self.place = place  # makes each function its own kind of unit: the trace runs one unit of each kind
-        carried = [value for value in _carried(fn) if isinstance(value, nn.Module)]
+        carried = [value for value in _carried(fn) if isinstance(value, nn.Module) and value is not owner]
         self.carried = nn.ModuleList(dict.fromkeys(carried)) if carried else None
         bare = [value for value in _carried(fn) if isinstance(value, nn.Parameter)]
         hidden = [value for value in _closed_over(fn) if isinstance(value, nn.Module | nn.Parameter)]

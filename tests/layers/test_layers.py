@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeshard import LayerSpec, PipelineModule, TiedLayerSpec
+from pipeshard import LayerSpec, PipelineModule, TiedLayerSpec, build
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.split.ties import Ownership, names_of
@@ -852,3 +852,24 @@ def test_a_spec_of_an_lstm() -> None:
     model = PipelineModule([LayerSpec(nn.LSTM, H, H), lambda outputs: outputs[0]])
     model(torch.ones(2, 3, H)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Scaling(PipelineModule):
+    """The usual way to subclass DeepSpeed's class, with a method of its own as a layer."""
+
+    def __init__(self) -> None:
+        super().__init__([LayerSpec(nn.Linear, H, H), self.scale, functools.partial(self.scale, by=3.0), nn.ReLU()])
+        self.alpha = nn.Parameter(torch.ones(H))
+
+    def scale(self, x: Tensor, by: float = 2.0) -> Tensor:
+        return x * self.alpha * by
+
+
+def test_a_layer_may_be_a_method_of_the_model() -> None:
+    """The model was registered below itself: eval(), state_dict() and to() ended in a RecursionError."""
+    model = Scaling().double().eval().build()
+    copied, x = copy.deepcopy(model), torch.ones(2, H).double()
+    assert list(model.state_dict()) == ["alpha", "layers.0.weight", "layers.0.bias"]
+    with torch.no_grad():
+        copied.alpha.fill_(2.0)
+    assert torch.allclose(copied(x), 4 * model(x)) and torch.equal(build(model, 2, batch=(x,))(x), model(x))
