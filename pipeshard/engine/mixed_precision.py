@@ -6,7 +6,6 @@ architecture keeps in fp32 stay in fp32. Each trained parameter has an fp32 copy
 update MasterWeights. Autocast is available as an option.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.distributed.collectives import local, local_grad, set_local_grad, slice_like
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.writes import DATA, OWNERS
@@ -364,7 +363,7 @@ class Precision:
     def lowered(self, model: nn.Module) -> set[Tensor]:
         """The parameters and buffers to cast. In transformers models, these are the tensors that
         `from_pretrained(dtype=...)` would create in this dtype. In other modules, these are all floating-point tensors,
-        as in `model.bfloat16()`."""
+        as in `model.bfloat16()`, except buffers of transformers' layers, such as the frequencies of RoPE."""
         if not self.lowers:
             return set()
         dtypes, in_fp32 = self._constructed(model), kept_in_fp32(model, self.dtype)
@@ -372,7 +371,8 @@ class Precision:
         for path, module in model.named_modules():
             for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 name = f"{path}.{key}" if path else key
-                is_low = dtypes[name] is self.dtype if name in dtypes else tensor.is_floating_point()
+                is_kept = not isinstance(tensor, nn.Parameter) and type(module).__module__.startswith("transformers.")
+                is_low = dtypes[name] is self.dtype if name in dtypes else not is_kept
                 if is_low and tensor.is_floating_point() and tensor not in in_fp32:
                     tensors.add(tensor)
         return tensors
@@ -381,8 +381,7 @@ class Precision:
         """The dtypes, by name, of the tensors that transformers' constructors create with `self.dtype` as the default
         dtype."""
         dtypes: dict[str, torch.dtype] = {}
-        with contextlib.suppress(ConfigurationError):  # a model that cannot be constructed again
-            for path, twin in rebuilt_models(model, self.dtype):
-                tensors = *twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)
-                dtypes |= {path + name: tensor.dtype for name, tensor in tensors}
+        for path, twin in rebuilt_models(model, self.dtype, partly=True):
+            tensors = *twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)
+            dtypes |= {path + name: tensor.dtype for name, tensor in tensors}
         return dtypes

@@ -18,6 +18,7 @@ from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
 from pipeshard.private import compiled, without_weakrefs
+from pipeshard.replaced import replaced
 from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons, written_again
 from pipeshard.split.policy import Policy
@@ -144,10 +145,12 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     return known
 
 
-def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
+def rebuilt_models(
+    model: nn.Module, dtype: torch.dtype | None = None, partly: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
     """Rebuild each outermost PreTrainedModel in `model` from its config, with `dtype` if given. Yields, for
     each, the prefix of its names in `model`, and the new model. In the new model, parameters are on meta and buffers
-    have values."""
+    have values. With `partly`, if a model cannot be rebuilt from its config alone, the models inside it are rebuilt."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 
@@ -157,10 +160,17 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         from transformers.modeling_utils import no_init_weights
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if not isinstance(module, PreTrainedModel):
-            for name, child in module.named_children():
-                yield from walk(f"{path}{name}.", child)
-            return
+        if isinstance(module, PreTrainedModel):
+            try:
+                yield path, rebuilt(module)
+                return
+            except ConfigurationError:
+                if not partly:
+                    raise
+        for name, child in module.named_children():
+            yield from walk(f"{path}{name}.", child)
+
+    def rebuilt(module: PreTrainedModel) -> nn.Module:
         empty = no_init_weights(), init_empty_weights(include_buffers=False), torch.random.fork_rng(devices=[])
         refusal = explained(
             lambda error: ConfigurationError(
@@ -169,11 +179,17 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
                 "init_empty_weights(), which keeps the values of buffers, instead of torch.device('meta')"
             )
         )
-        with refusal, torch.device("cpu"), empty[0], empty[1], empty[2], _default(dtype, module.config) as config:
-            twin = type(module)(config)
-        yield path, twin
+        loading = replaced(PreTrainedModel, from_pretrained=_refuse_loading) if partly else contextlib.nullcontext()
+        default = _default(dtype, module.config)
+        with refusal, loading, torch.device("cpu"), empty[0], empty[1], empty[2], default as config:
+            return type(module)(config)
 
     yield from walk("", model)
+
+
+def _refuse_loading(*_: Any, **__: Any) -> None:
+    """Replaces `from_pretrained`: a constructor that loads a checkpoint does not create its parameters."""
+    raise ConfigurationError("the constructor of the model loads a checkpoint")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers.models.llama import modeling_llama
 
 import pipeshard
 from pipeshard.batch.read import read_batch
@@ -315,6 +316,41 @@ def test_what_is_lowered_in_a_wrapper_is_what_is_lowered_without_it() -> None:
     lowered = precision.lowered(inner)
     assert 0 < len(lowered) < len([*inner.parameters(), *inner.buffers()])
     assert precision.lowered(torch.nn.ModuleDict({"model": inner})) == lowered
+
+
+class WithHeads(transformers.LlamaPreTrainedModel):
+    """A model that cannot be built from its config alone."""
+
+    def __init__(self, config: Any, heads: int) -> None:
+        super().__init__(config)
+        self.model = transformers.LlamaModel(config)
+        self.rotary = modeling_llama.LlamaRotaryEmbedding(config)
+        self.score = torch.nn.Linear(config.hidden_size, heads)
+
+
+class Loading(transformers.PreTrainedModel):
+    """A model whose constructor loads its backbone."""
+
+    config_class, _supports_sdpa = transformers.LlamaConfig, True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = transformers.LlamaModel.from_pretrained(config.path)
+        self.score = torch.nn.Linear(config.hidden_size, 2)
+
+
+def test_what_is_lowered_in_a_model_that_cannot_be_built_from_its_config(tmp_path: Path) -> None:
+    """The frequencies of RoPE were rounded to 16 bits inside a model with a second argument, and a backbone that the
+    model's constructor loads stayed in fp32."""
+    inner, precision = zoo.build("llama").model, Precision("bf16", False, torch.device("cpu"))
+    inner.save_pretrained(tmp_path)
+    config = copy.deepcopy(inner.config)
+    config.path = str(tmp_path)
+    for model in (WithHeads(config, 2), Loading(config)):
+        lowered = precision.lowered(torch.nn.ModuleDict({"other": torch.nn.Linear(1, 1), "model": model}))
+        assert lowered.issuperset(model.parameters())
+        assert lowered.isdisjoint(model.buffers())
+        assert [*model.buffers()]
 
 
 def overflowing(world_stage: int) -> list[Any]:
