@@ -1,11 +1,13 @@
 """PipelineModel: the boosted model that the user works with, either one stage or the full model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import together_in
@@ -14,7 +16,7 @@ from pipeshard.engine.mixed_precision import filled_like
 from pipeshard.errors import UsageError
 from pipeshard.ghost import Refused, guard
 from pipeshard.hf import CONTINUOUS
-from pipeshard.private import tree_tensors
+from pipeshard.private import tree_tensors, will_execute
 from pipeshard.replaced import replaced
 
 
@@ -97,13 +99,24 @@ class Whole:
     def _reached(self, _: Tensor) -> None:
         """Called before the backward of this model, with the gradient of an output."""
         pipeline = self.pipeline
-        if not Whole.adding and (pipeline.grid.dp_size > 1 or pipeline.scaling is not None):
+        is_alone = pipeline.grid.dp_size == 1 and pipeline.scaling is None
+        if not (Whole.adding or is_alone) and accumulates(pipeline.model.parameters()):
             raise UsageError(
                 "loss.backward() would neither scale the loss (precision='fp16') nor sum gradients over replicas: "
                 "call booster.backward(loss, optimizer)"
             )
         if Whole.adding and self not in Whole.adding:
             self._begin()
+
+
+def accumulates(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the running backward pass adds to the gradient of one of these parameters. `torch.autograd.grad` only
+    returns gradients."""
+    for parameter in parameters:
+        with suppress(RuntimeError):  # autograd.grad with respect to this parameter
+            if parameter.requires_grad and will_execute(get_gradient_edge(parameter).node):
+                return True
+    return False
 
 
 # Attributes that identify a wrapper: the wrapper reads them before it wraps a model.
