@@ -266,25 +266,39 @@ def test_a_loss_of_two_plain_models_trains_both(pool: Pool, precision: str, worl
     assert max(pool.run(adversaries, world, precision)) < error
 
 
+class Critic(Player):
+    """Its output contains a trained parameter itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.bias = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(x) | {"bias": self.bias}
+
+
 def penalized(critic: Any, z: torch.Tensor) -> torch.Tensor:
     """A loss of a critic with a penalty on the gradients of its scores (WGAN-GP)."""
     z = z.clone().requires_grad_()
-    scores = critic(x=z)["out"].float()
+    found = critic(x=z)
+    scores = found["out"].float()
     (slopes,) = torch.autograd.grad(scores.sum(), z, create_graph=True)
     (first,) = torch.autograd.grad(scores.sum(), critic.head.weight, retain_graph=True)
     assert first.shape == critic.head.weight.shape
-    return scores.mean() + (slopes.float().norm(dim=1) - 1).square().mean()
+    return (scores * found["bias"]).mean() + (slopes.float().norm(dim=1) - 1).square().mean()
 
 
 def with_penalty(precision: str) -> float:
-    """The error of a critic's weights after some updates."""
+    """The error of a critic's weights after some updates, and after an evaluation that gives it no hooks."""
     torch.manual_seed(0)
-    plain = Player(1)
+    plain = Critic(1)
     of_plain = torch.optim.SGD(plain.parameters(), lr=0.5)
     options = {"precision": precision, "initial_scale": 2.0**8, "verify": False}
     plugin = PipelinePlugin(1, num_microbatches=1, dry_run_input={"x": torch.randn(4, 8)}, **options)
     booster, model = Booster(plugin=plugin), copy.deepcopy(plain)
     critic, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    with torch.no_grad():
+        critic(x=torch.randn(4, 8))
     for step in range(3):
         z = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
         penalized(plain, z).backward()
@@ -298,9 +312,11 @@ def with_penalty(precision: str) -> float:
 
 @pytest.mark.turns
 @pytest.mark.parametrize(("precision", "world", "error"), [("fp32", 2, 1e-6), ("fp16", 1, 1e-2)])
-def test_a_plain_model_is_penalized_by_its_gradients(pool: Pool, precision: str, world: int, error: float) -> None:
-    """`torch.autograd.grad` raised that loss.backward() would not sum over replicas, although it accumulates
-    nothing."""
+def test_a_plain_model_returns_a_parameter_and_is_penalized_by_its_gradients(
+    pool: Pool, precision: str, world: int, error: float
+) -> None:
+    """A hook of boost on the returned parameter was refused as the user's, and `torch.autograd.grad` raised that
+    loss.backward() would not sum over replicas, although it accumulates nothing."""
     assert max(pool.run(with_penalty, world, precision)) < error
 
 

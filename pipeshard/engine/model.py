@@ -62,7 +62,7 @@ class Whole:
                 batch = replace(read_batch(pipeline.model, kwargs or args), taken=None)
                 output = precision.of_batch(batch).call(pipeline.model)
         for tensor in tree_tensors(output):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:  # a leaf, such as a parameter, would keep the hook
                 tensor.register_hook(self._reached)
         return output
 
