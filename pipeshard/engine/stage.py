@@ -101,7 +101,7 @@ class NaNCheck:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor).all())
 
 
 @dataclass(frozen=True)

@@ -97,3 +97,21 @@ def test_overflow_of_a_norm_alone_is_none() -> None:
     parameter.grad[2] = torch.inf
     with pytest.raises(NonFiniteError, match="the gradient of weight is not finite before the optimizer's step"):
         NaNCheck(0, {"weight": parameter}).before_update()
+
+
+def test_complex_tensors_are_checked() -> None:
+    """A NaN in a complex parameter, gradient or activation was found in a later step, at a real tensor."""
+    from pipeshard.engine.stage import NaNCheck
+
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    check = NaNCheck(0, {"weight": weight})
+    check.forward(0, ["unit"], [weight.detach()], None)
+    check.after_update()
+    with pytest.raises(NonFiniteError, match="the result of unit for microbatch 0 is not finite"):
+        check.forward(0, ["unit"], [torch.full((2,), complex(0, NAN))], None)
+    weight.grad = torch.full_like(weight, complex(NAN, 0))
+    with pytest.raises(NonFiniteError, match="the gradient of weight is not finite"):
+        check.before_update()
+    weight.data[0] = complex(0, NAN)
+    with pytest.raises(NonFiniteError, match="weight is not finite after the optimizer's step"):
+        check.after_update()
