@@ -283,6 +283,14 @@ def casts_have_graphs() -> bool:
         return layer(x).requires_grad
 
 
+def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`tensor` in a 16-bit dtype. Finite values beyond its range become its smallest or largest value: with -inf in an
+    additive mask, a row that is masked everywhere would be NaN."""
+    assert dtype is not None
+    low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
+    return torch.where(tensor.isfinite(), tensor.clamp(low, high), tensor).to(dtype)
+
+
 class Precision:
     """The precision `name`: "fp32" (the model is not changed), "bf16" or "fp16".
 
@@ -356,7 +364,7 @@ class Precision:
             return batch
 
         def lowered(path: str, tensor: Tensor) -> Tensor:
-            return tensor.to(self.dtype) if tensor.dtype is torch.float32 and path not in batch.exact else tensor
+            return _rounded(tensor, self.dtype) if tensor.dtype is torch.float32 and path not in batch.exact else tensor
 
         return batch.converted(lowered)
 

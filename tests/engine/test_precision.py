@@ -470,6 +470,17 @@ def test_positions_of_videos_are_those_of_fp32() -> None:
     assert torch.equal(*positions)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_values_beyond_the_range_of_16_bits_stay_finite(name: str) -> None:
+    """An additive mask of fp32's smallest values became -inf, and rows that it masked everywhere became NaN."""
+    given = torch.tensor([[torch.finfo(torch.float32).min, -1e9, 0.5, torch.inf, -torch.inf, torch.nan]])
+    read = Precision(name, False, torch.device("cpu")).of_batch(read_batch(Taught(), {"images": given}))
+    tensor = read.tensors["images"]
+    is_finite = torch.tensor([[True, True, True, False, False, False]])
+    assert torch.equal(tensor.isfinite(), is_finite) and tensor[0, 2] == 0.5
+    assert tensor[0, 0] == torch.finfo(tensor.dtype).min and tensor[0, 3:5].tolist() == [torch.inf, -torch.inf]
+
+
 def priced() -> list[float]:
     """The losses of batches with targets beyond fp16's largest value."""
     x, y = torch.ones(4, 4), torch.full((4, 4), 1e5)
