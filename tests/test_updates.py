@@ -311,6 +311,49 @@ def test_noise_that_is_drawn_in_turn_is_refused(pool: Pool) -> None:
     assert pool.run(noisy_by_name, 2, timeout=120) == [[], []]
 
 
+def noisy_later() -> int:
+    """The step in which a loop is refused that begins with noise after the first updates."""
+    sides = Sides({}, sgd)
+    for step in range(8):
+        try:
+            sides.split_loss(sides.batches(step))
+        except UsageError as error:
+            assert "generated random numbers" in str(error)
+            return step
+        if step >= 3:
+            adds_noise(sides.model, sides.optimizer)
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+    return 8
+
+
+@pytest.mark.turns
+def test_noise_that_begins_later_is_refused_on_every_rank(pool: Pool) -> None:
+    """Only the rank whose gradients had noise raised an error, and the others waited for it."""
+    assert pool.run(noisy_later, 2, timeout=120) == [5, 5]
+
+
+def draws_batches() -> list[str]:
+    """A loop that clamps gradients within a window of two batches, and draws random numbers for each batch; after some
+    updates, it divides the gradients of one stage by a constant."""
+    sides = Sides({}, sgd)
+    for step in range(5):
+        for part in range(2):
+            torch.rand(3)
+            sides.train(sides.batches(2 * step + part))
+            for model, optimizer in ((sides.unsplit, sides.reference), (sides.model, sides.optimizer)):
+                (EXACT["values"] if step < 3 else one_stage)(model, optimizer)
+        sides.step()
+    return sides.done()
+
+
+@pytest.mark.turns
+def test_random_numbers_of_batches_are_no_noise(pool: Pool) -> None:
+    """A loop that changed gradients within an accumulation window was refused on one rank as soon as its data drew
+    random numbers, in the middle of a step."""
+    assert pool.run(draws_batches, 2, timeout=120) == [[], []]
+
+
 def skipping(to_none: bool) -> list[str]:
     """A loop that drops the gradients of a batch, and draws the order of the next ones."""
     sides = Sides({}, sgd)

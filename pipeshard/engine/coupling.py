@@ -111,7 +111,6 @@ class Coupling:
             return
         self.is_watching = False
         leave_below(*self._modes)
-        drawn: dict[Stream, set[str]] = {}
         for name, tensor in self._places():
             tags = self._of([tensor])
             names = {tag for tag in tags if isinstance(tag, str)} | {name}
@@ -120,15 +119,22 @@ class Coupling:
                     name=name, rank=self._grid.named(self._grid.mesh.rank), other=min(names - {name}), rest=other
                 )
             for tag in tags:
+                if isinstance(tag, Number):
+                    self._updates.numbered.setdefault(name, set()).add(tag.value)
+        self._updates.found = self._updates.found or self._drawn_in(self._places(), DRAWN)
+        self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), NOISY)
+
+    def _drawn_in(self, places: Iterable[tuple[str, Tensor]], message: str) -> str:
+        """The message, if the loop has written random numbers of one generator to several of these tensors, but not to
+        those of another rank, otherwise ""."""
+        drawn: dict[Stream, set[str]] = {}
+        for name, tensor in places:
+            for tag in self._of([tensor]):
                 if isinstance(tag, Stream):
                     drawn.setdefault(tag, set()).add(name)
-                elif isinstance(tag, Number):
-                    self._updates.numbered.setdefault(name, set()).add(tag.value)
-        for of_stream in drawn.values():
-            if other := self._rest(of_stream):
-                self._updates.found = self._updates.found or DRAWN.format(
-                    name=min(of_stream), rank=self._grid.named(self._grid.mesh.rank), rest=other
-                )
+        rank = self._grid.named(self._grid.mesh.rank)
+        rests = ((min(names), self._rest(names)) for names in drawn.values())
+        return next((message.format(name=name, rank=rank, rest=rest) for name, rest in rests if rest), "")
 
     @property
     def _optimizers(self) -> Iterable[Any]:
@@ -137,13 +143,17 @@ class Coupling:
     def _places(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (parameter name, tensor) for each parameter, master weight, gradient and optimizer state."""
         for name, weight in self._weights.items():
-            for parameter in (weight.parameter, weight.master):
-                yield name, parameter
-                if (gradient := stored_grad(parameter)) is not None:
-                    yield name, gradient
+            yield from ((name, parameter) for parameter in (weight.parameter, weight.master))
+        yield from self._gradients()
         for optimizer in self._optimizers:
             for parameter, name in optimizer.names.items():
                 yield from ((name, kept) for kept in tensors_in(optimizer.optim.state.get(parameter, {}).values()))
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._weights.items():
+            for parameter in (weight.parameter, weight.master):
+                if (gradient := stored_grad(parameter)) is not None:
+                    yield name, gradient
 
     def _rest(self, names: set[str]) -> str | None:
         """The name of a parameter on another rank that the loop missed when it combined the parameters `names`, or
@@ -267,6 +277,13 @@ DRAWN = (
     "The training loop changed {name} on {rank} with random numbers that it generates for one parameter after another, "
     "but not for {rest}, which another rank holds. The numbers therefore differ from those of a single process. "
     "Create a torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
+)
+
+NOISY = (
+    "gradients, such as that of {name}, were modified between execute_pipeline and the update on {rank} with generated "
+    "random numbers, for one parameter after another. Each rank generates random numbers only for its own parameters, "
+    "not for {rest}, so the numbers differ from those of a single process. Use a separate "
+    "torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
 )
 
 

@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +24,6 @@ from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.groups import is_compared
 from pipeshard.errors import UsageError
-from pipeshard.graph.rng import torch_states
 from pipeshard.graph.writes import is_written, note, stored
 
 logger = logging.getLogger("pipeshard")
@@ -64,6 +63,7 @@ class Told(NamedTuple):
             (engine/coupling.py).
         dropped: whether the gradients of the last step were cleared, at each update since then and now.
         is_graded: whether the last step has computed gradients on the rank.
+        noise: a description of gradients that the loop has changed with random numbers, or "".
     """
 
     used: dict[str, dict[str, Any]]
@@ -75,6 +75,7 @@ class Told(NamedTuple):
     numbered: dict[str, list[float]]
     dropped: tuple[bool, ...]
     is_graded: bool
+    noise: str
 
 
 class Snapshot:
@@ -85,26 +86,11 @@ class Snapshot:
         dense = [p for p, (grad, _) in self._of.items() if not grad.is_sparse] if samples else []
         self._sampled = dense[:: -(-len(dense) // TENSORS)] if dense else []
         self._values = [_some(parameter).clone() for parameter in self._sampled]
-        self._generators = torch_states()
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether torch has generated random numbers since the snapshot."""
-        return not all(map(torch.equal, self._generators, torch_states()))
-
-    @property
-    def _changed(self) -> Iterator[Tensor]:
-        """The parameters whose gradients were replaced or modified in place since the snapshot."""
-        return (p for p, (grad, noted) in self._of.items() if p.grad is not grad or is_written(grad, noted))
 
     @property
     def is_changed(self) -> bool:
-        return next(self._changed, None) is not None
-
-    @property
-    def is_written(self) -> bool:
-        """Whether a changed gradient is nonzero: the change was then not a zero_grad."""
-        return any(p.grad is not None and bool(p.grad.any()) for p in self._changed)
+        """Whether gradients were replaced or modified in place since the snapshot."""
+        return any(p.grad is not grad or is_written(grad, noted) for p, (grad, noted) in self._of.items())
 
     def factor(self) -> float | None:
         """The factor by which all gradients have been multiplied since the snapshot, or None if they were changed
@@ -146,6 +132,8 @@ class Updates:
         optimizers: weak references to the boosted optimizers, in the order in which they were boosted.
         count: the number of updates so far.
         found, numbered: findings about values that the training loop has written since the last step; see `Told`.
+        drawn: a description of gradients with random numbers that the loop has generated for one parameter after
+            another, until the changes of the gradients are recorded, or "".
         evaluated: whether execute_pipeline has run without an optimizer, with gradients enabled, since the last update.
     """
 
@@ -154,6 +142,7 @@ class Updates:
         self.optimizers: list[weakref.ref[Grouped]] = []
         self.count = 0
         self.found, self.numbered = "", dict[str, set[float]]()
+        self.drawn = self._noise = ""  # `_noise`: the same if the changes are no factor, until the ranks compare it
         self.evaluated = self._has_added = False  # `_has_added`: whether gradients were added since the last update
         self._graded: list[Tensor] = []  # the parameters with gradients from the last step
         self._dropped: tuple[bool, ...] = ()  # for each update since then, whether these gradients were cleared
@@ -222,12 +211,13 @@ class Updates:
             self.compare(_norm(parameters) if _is_scaled(self._told) else None)
 
     def _note(self, since: Snapshot | None) -> None:
+        drawn, self.drawn = self.drawn, ""
         if since is None or not since.is_changed:
             return
         self._samples = True
         factor = since.factor()
-        if factor is None and self.grid.pp_size > 1 and since.has_drawn and since.is_written:
-            raise UsageError(DRAWN.format(self.grid.named(self.grid.mesh.rank)))
+        if factor is None:
+            self._noise = self._noise or drawn
         self._factor = None if factor is None or self._factor is None else self._factor * factor
 
     @property
@@ -237,7 +227,7 @@ class Updates:
         update's factor."""
         used = self._digest_of(self._stepped)  # usually the current options, whose digest is cached
         now = self._digest_of(self._options())
-        written = zlib.crc32(repr((self.found, self._numbers, self._drops)).encode())
+        written = zlib.crc32(repr((self.found, self._numbers, self._drops, self._noise)).encode())
         return (used * ODD + now + written) % 2**BITS, OTHER if self._told is None else round(self._told * ONE)
 
     def _digest_of(self, options: tuple[Any, ...]) -> int:
@@ -262,11 +252,15 @@ class Updates:
         """Raise UsageError on every rank if the ranks' updates differ from a single device's update, or warn if they
         may differ. `norm` is the norm of this rank's gradients. Call it on all ranks."""
         used, now = self._by_group(self._stepped), self._by_group(self._options())
-        own = used, now, self._told, self._before, norm, self.found, self._numbers, self._drops, bool(self._graded)
+        found = self.found, self._numbers, self._drops, bool(self._graded), self._noise
+        own = used, now, self._told, self._before, norm, *found
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
+        self._noise = ""
         for options in ([each.used for each in told], [each.options for each in told]):
             if problem := options_problem(options, self.grid.named):
                 raise UsageError(problem)
+        if noise := next((each.noise for each in told if each.noise), ""):
+            raise UsageError(noise)
         differ = not alike([each.factor for each in told])
         if differ and _is_of_a_norm(told):
             raise UsageError(f"{_shown(told, self.grid.named)}, {SCALED}")
@@ -332,13 +326,6 @@ NUMBERED = (
     "This is exact if these numbers are constants, and wrong if the loop computes the numbers from gradients or "
     "weights. Each rank has only the gradients and weights of its stage. Sum the numbers over the ranks with "
     "torch.distributed.all_reduce, or use optimizer.get_grad_norm()"
-)
-
-DRAWN = (
-    "gradients were modified between execute_pipeline and the update on {}, and torch generated random numbers "
-    "meanwhile. Each rank generates random numbers only for its own parameters, so the numbers differ from those of a "
-    "single process. Use a separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and "
-    "the step"
 )
 
 
