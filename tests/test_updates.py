@@ -7,6 +7,7 @@ import logging
 import zlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pipeshard.engine import norm_guard
 from pipeshard.errors import UsageError
 from pipeshard.split.materialize import is_released
 from tests.hunt.loops import Sides
+from tests.hunt.nets import Net
 from tests.pool import Pool
 
 pytestmark = pytest.mark.local
@@ -398,6 +400,43 @@ def test_a_norm_of_ones_own_is_refused(pool: Pool) -> None:
     """Nothing told a loop that took the norm without torch's functions that each stage was scaled by another factor."""
     for in_hook in (False, True):
         assert pool.run(handmade, 2, in_hook, timeout=120) == [0, 0]
+
+
+class In16Bits(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+
+def in_16_bits(change: Change) -> int:
+    """The number of updates before a loop is refused that changes gradients in bf16."""
+    with mock.patch("tests.hunt.loops.Net", In16Bits):
+        sides = Sides({}, sgd, verify=False)
+    for step in range(6):
+        try:
+            sides.split_loss(sides.batches(step))
+            change(sides.model, sides.optimizer)
+            sides.optimizer.step()
+        except UsageError as error:
+            assert "norm of one stage's gradients" in str(error)
+            return step
+        sides.optimizer.zero_grad()
+    return 6
+
+
+def thirds(model: Any, optimizer: Any) -> None:
+    """Divides the gradients of one stage by a constant."""
+    for gradient in gradients(model.embed.parameters()) + gradients(model.layers[:2].parameters()):
+        gradient.div_(3)
+
+
+@pytest.mark.turns
+def test_factors_of_16_bit_gradients_are_compared(pool: Pool) -> None:
+    """Products in bf16 have relative errors of 0.4 %, so no factor was found, and a norm of one stage was only warned
+    of. A constant factor is no norm."""
+    first, second = pool.run(in_16_bits, 2, by_hand, timeout=120)
+    assert first == second < 6
+    assert pool.run(in_16_bits, 2, thirds, timeout=120) == [6, 6]
 
 
 def of_rank(model: nn.Module, optimizer: Any) -> float:

@@ -35,7 +35,7 @@ ONE = 2**32  # the integer that is sent for a factor of 1
 OTHER = -1  # the integer that is sent for a missing factor
 LARGEST = 2.0**20  # only smaller factors are compared
 TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
-CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors and norms
+CLOSE, NEAR, ALIKE = 1e-6, 1e-3, 4e-3  # tolerated relative differences of options, of norms, and of factors
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -102,7 +102,7 @@ class Snapshot:
             return None
         before = torch.cat([values.double().cpu() for values in self._values])
         after = torch.cat([_some(parameter).double().cpu() for parameter in self._sampled])
-        return _factor(before, after)
+        return _factor(before, after, max(torch.finfo(values.dtype).eps for values in self._values))
 
 
 def _some(parameter: Tensor) -> Tensor:
@@ -111,17 +111,15 @@ def _some(parameter: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // VALUES)][:VALUES]
 
 
-def _factor(before: Tensor, after: Tensor) -> float | None:
+def _factor(before: Tensor, after: Tensor, rounding: float) -> float | None:
     """The positive factor, below LARGEST, by which `before` must be multiplied to get `after`, or None if there is
-    none."""
-    square = float(before.dot(before))
-    if square == 0.0 or not math.isfinite(square):
-        return None
-    factor = float(after.dot(before)) / square
-    if not 0.0 < factor < LARGEST:
+    none. The values have a relative error of up to `rounding`; None if there are too few to average out this error."""
+    ratios = (after / before)[before != 0]
+    factor = float(ratios.mean())
+    if not 0.0 < factor < LARGEST or rounding / math.sqrt(len(ratios)) > ALIKE / 4:
         return None
     expected = before * factor
-    fits = ((after - expected).abs() <= NEAR * expected.abs()).all()
+    fits = ((after - expected).abs() <= max(NEAR, rounding) * expected.abs()).all()
     return factor if bool(fits) else None
 
 
@@ -386,10 +384,10 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
     )
 
 
-def alike(factors: Iterable[float | None]) -> bool:
+def alike(factors: Iterable[float | None], tolerance: float = ALIKE) -> bool:
     """Whether these factors are equal up to rounding. None (no factor) is ignored."""
     known = [factor for factor in factors if factor is not None]
-    return not known or max(known) - min(known) <= NEAR * max(known)
+    return not known or max(known) - min(known) <= tolerance * max(known)
 
 
 def has_one_factor(numbers: Iterable[int]) -> bool:
@@ -403,7 +401,7 @@ def _is_of_a_norm(told: Sequence[Told]) -> bool:
     if any(_is_scaled(each.factor) and not alike([each.factor, each.before]) for each in told):
         return True
     measured = [each for each in told if each.norm is not None]
-    is_one_norm = alike([each.norm for each in measured])
+    is_one_norm = alike([each.norm for each in measured], NEAR)
     return is_one_norm and not alike([each.factor for each in measured])
 
 
