@@ -7,8 +7,10 @@ and broadcasts the updated values to the other replicas. torch's ZeroRedundancyO
 a single process group.
 """
 
+import functools
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MethodType
 from typing import Any
@@ -81,6 +83,7 @@ class PipelineOptimizer(Optimizer):
         self.is_stepping = False  # whether the inner optimizer's step is running
         self._depth = 0  # number of its nested steps that have called their pre-hooks, but not their post-hooks
         self._is_updated = False  # whether the parameters have the values of the current step
+        give_hooks(optim)
         self._last_hook = optim.register_step_pre_hook(weak(self._before_update))
         self._first_hook = optim.register_step_post_hook(weak(self._after_update))
         gradients.updates.boosted(self)
@@ -502,6 +505,25 @@ class PipelineOptimizer(Optimizer):
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
+
+
+def give_hooks(optim: Optimizer) -> None:
+    """Make the step of an optimizer call its hooks, even if its constructor does not call Optimizer.__init__. Many
+    classes that wrap another optimizer do not, such as Lookahead."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if not isinstance(hooks := getattr(optim, name, {}), OrderedDict):
+            setattr(optim, name, OrderedDict(hooks))
+    step: Any = optim.step
+    if getattr(step, "hooked", False):
+        return
+
+    @functools.wraps(step)  # with the attribute by which an LR scheduler knows the step that it has replaced
+    def of_class(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    hooked: Any = Optimizer.profile_hook_step(of_class)
+    hooked.hooked = True
+    optim.step = MethodType(hooked, optim)  # type: ignore[method-assign]
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from pipeshard.distributed.collectives import whole
 from pipeshard.engine.groups import replace_parameters
 from pipeshard.errors import ConfigurationError
 from tests import zoo
+from tests.hunt.loops import Sides
 from tests.pool import Pool, WorkerError
 
 NAME = "llama-tied"
@@ -133,6 +136,51 @@ def test_names_in_the_groups_are_those_of_their_parameters(pool: Pool, tied: boo
     """An optimizer of `named_parameters()` decided by name what to decay. On each rank but the first, the groups had
     the names of all parameters beside some parameters, so the first stage's names met the last stage's parameters."""
     assert pool.run(pairs_names, 2 if tied else 4, tied) == [[]] * (2 if tied else 4)
+
+
+def hooks_of(hooks: type[dict[Any, Any]] | None, has_scheduler: bool) -> tuple[int, list[str]]:
+    """The number of updates that are counted in 4 steps, and what differs from the unsplit loop."""
+
+    class Around(torch.optim.Optimizer):
+        """Wraps AdamW, and does not call Optimizer.__init__, as many classes that wrap an optimizer."""
+
+        def __init__(self, model: nn.Module) -> None:
+            self.base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            self.param_groups, self.defaults, self.state = self.base.param_groups, self.base.defaults, self.base.state
+            if hooks is not None:
+                self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks(), hooks()  # type: ignore[assignment]
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return self.base.step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.base.zero_grad(set_to_none)
+
+    rates = []
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = Around(model)
+        if has_scheduler:
+            rates.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
+        return optimizer
+
+    sides = Sides({}, made)
+    for step in range(4):
+        sides.train(sides.batches(step))
+        sides.step()
+        with warnings.catch_warnings(action="error"):
+            for rate in rates:
+                rate.step()
+    return sides.optimizer.gradients.updates.count, sides.done()
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("hooks", [None, dict, OrderedDict])
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_an_optimizer_that_does_not_call_its_base_class_has_hooks(pool: Pool, hooks: Any, has_scheduler: bool) -> None:
+    """Boost raised TypeError or AttributeError for lack of torch's ordered dicts of hooks; with these, the step called
+    no hooks, so no update was counted or compared."""
+    assert pool.run(hooks_of, 2, hooks, has_scheduler) == [(4, []), (4, [])]
 
 
 class Bare(torch.optim.SGD):
