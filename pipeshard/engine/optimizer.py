@@ -156,14 +156,6 @@ class PipelineOptimizer(Optimizer):
         return weight.master if weight is not None and self._updates(weight) else None
 
     @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optim.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optim.defaults = defaults
-
-    @property
     def parameters(self) -> list[Tensor]:
         """The tensors that this rank updates."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
