@@ -29,7 +29,7 @@ from pipeshard.engine.loss_trial import (
     Samples,
     without_valid,
 )
-from pipeshard.engine.loss_values import SPAN
+from pipeshard.engine.loss_values import SPAN, ranges_of
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
@@ -288,21 +288,34 @@ class _Search:
         return self._slopes_hold(rule) and self._holds_without_valid(rule) and self._holds_at_sizes(rule)
 
     def _holds_without_valid(self, rule: LossRule) -> bool:
-        """Whether a rule that counts entries of a leaf also holds if one part has no entry to count. This part's loss
-        then adds nothing, but a focal loss divided by the number of objects also sums over the background."""
-        if self.sizes is None or rule.path is None:
+        """Whether a rule also holds if one part, or only the last sample, has no valid entry. If the rule counts
+        entries, these samples then add nothing, but a focal loss divided by the number of objects also sums over the
+        background. If the rule counts samples, these samples also count, but a loss may omit them. So such a rule is
+        tried with each mark in the ranges of the batch's values: later batches in these ranges are not tried."""
+        if self.sizes is None or rule.counted:
             return True
-        losses = self._without_valid(self._drawn(rule, 0), rule.path, 0 if rule.adds else rule.ignore)
-        return losses is None or not math.isfinite(losses.whole.value) or rule.holds(losses)
+        if rule.path is not None:
+            marks = [(rule.path, 0 if rule.adds else rule.ignore)]
+        else:
+            ranges = ranges_of(self.batch, self.read, is_known=False)
+            marks = [(path, mark) for path, mark in self._marks() if path in ranges and ranges[path].contains(mark)]
+        batch = self._drawn(rule, 0)
+        starts = self.cuts[0], batch.rows - 1
+        trials = (self._without_valid(batch, *each, start) for each, start in itertools.product(marks, starts))
+        return all(each is None or not math.isfinite(each.whole.value) or rule.holds(each) for each in trials)
+
+    def _marks(self) -> list[tuple[str, float]]:
+        """The paths of the leaves that the loss reads, each with a value that may mark a missing entry, or 0."""
+        samples = self.samples
+        labels = [(path, mark) for path in samples.integers if path in self.read for mark in (*self._ignored(path), 0)]
+        others = [(path, mark) for path in samples.floats if path in self.read for mark in (0, *samples.marks(path))]
+        return [*dict.fromkeys([*labels, *others])]
 
     def _refuse_least_count(self) -> None:
         """Raise ConfigurationError if the criterion returns a count for samples without labels, or with a mask of
         zeros, since these counts are added up."""
-        samples = self.samples
-        masks = [(path, 0) for path in samples.floats if path in self.read]
-        labels = [(path, mark) for path in samples.integers if path in self.read for mark in (*self._ignored(path), 0)]
-        for path, mark in dict.fromkeys([*labels, *masks]) if self.sizes is not None else ():
-            losses = self._without_valid(samples.draw(self.level, 0), path, mark)
+        for path, mark in self._marks() if self.sizes is not None else ():
+            losses = self._without_valid(self.samples.draw(self.level, 0), path, mark, self.cuts[0])
             if losses is not None and losses.whole.denominator and not losses.counts_add_up:
                 count = losses.parts[-1].denominator
                 raise ConfigurationError(
@@ -311,10 +324,9 @@ class _Search:
                     "(clamp(min=1)). pipeshard divides the sums by the total count"
                 )
 
-    def _without_valid(self, batch: Batch, path: str, ignore: float) -> Losses | None:
-        """The losses of `batch` and of its two parts, of which the second has no valid entry in `path`."""
-        at = self.cuts[0]
-        return self.trial.measure(without_valid(batch, path, ignore, at), at, 0, self.kind)
+    def _without_valid(self, batch: Batch, path: str, ignore: float, start: int) -> Losses | None:
+        """The losses of `batch` and of its two parts, with no valid entry in `path` in the samples from `start` on."""
+        return self.trial.measure(without_valid(batch, path, ignore, start), self.cuts[0], 0, self.kind)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
         """Whether the rule also holds for gradients. A rule that holds for losses may not hold for gradients: a loss

@@ -56,6 +56,9 @@ class Range(NamedTuple):
         is_within = self.low <= other.low and other.high <= self.high
         return is_within and self.has_nan >= other.has_nan and self.fillers >= other.fillers
 
+    def contains(self, value: float) -> bool:
+        return self.has_nan if math.isnan(value) else self.low <= value <= self.high
+
     def joined(self, other: "Range") -> "Range":
         bounds = min(self.low, other.low), max(self.high, other.high)
         return Range(*bounds, self.has_nan or other.has_nan, self.fillers | other.fillers)

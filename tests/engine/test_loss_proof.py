@@ -506,6 +506,59 @@ def test_a_loss_of_places_that_are_not_counted_is_refused() -> None:
         rule(per_object, tokens())
 
 
+def per_sample(out: Any, batch: Any) -> Tensor:
+    """The mean loss of each sample, NaN for a sample without a valid label."""
+    mask = batch.get("mask", batch["labels"].ne(-100).float())
+    losses = cross_entropy(out["logits"].transpose(1, 2), batch["labels"], reduction="none")
+    return (losses * mask).sum(1) / mask.sum(1)
+
+
+def of_labelled(out: Any, batch: Any) -> Tensor:
+    return per_sample(out, batch)[batch["labels"].ne(-100).any(1)].mean()
+
+
+def of_nonempty(out: Any, batch: Any) -> Tensor:
+    return per_sample(out, batch).nan_to_num().sum() / batch["mask"].any(1).sum()
+
+
+def of_present(out: Any, batch: Any) -> Tensor:
+    """The mean over the samples with any target: stacking no samples raises an error."""
+    pairs = zip(out["logits"].mean(1), batch["criterion.y"], strict=True)
+    return torch.stack([(x - y).square().nanmean() for x, y in pairs if not y.isnan().all()]).mean()
+
+
+def of_all(out: Any, batch: Any) -> Tensor:
+    return per_sample(out, batch).nan_to_num().mean()
+
+
+EMPTY = {"labels": torch.tensor([[0, 1, 2, -100, 1, 1], [-100] * 6, [1, 2, 0, 0, 2, 1], [2, 2, 1, 0, 1, -100]])}
+PADDED = {"mask": torch.ones(4, 6) * (torch.arange(6) < 4)}
+UNMEASURED = {"criterion.y": torch.tensor([[0.5, torch.nan, 2.0], [1.0, 0.2, 0.4], [torch.nan, 0.7, 1.5], [0.1, 2, 3]])}
+
+
+@pytest.mark.parametrize(
+    ("criterion", "beside"),
+    [
+        (lambda out, batch: per_sample(out, batch).nanmean(), EMPTY),
+        (of_labelled, EMPTY),
+        (of_nonempty, PADDED),
+        (of_nonempty, {"mask": PADDED["mask"].long()}),
+        (of_present, UNMEASURED),
+    ],
+    ids=["nanmean", "labelled", "mask", "integers", "targets"],
+)
+def test_a_mean_over_samples_that_have_labels_is_refused(criterion: Criterion, beside: dict[str, Tensor]) -> None:
+    """No trial had a sample without a valid label: a mean that omits such samples was taken for one over all, and
+    weighted the other samples of their microbatch too little, or was NaN."""
+    with pytest.raises(ConfigurationError, match="could not be verified"):
+        rule(criterion, tokens() | beside)
+
+
+@pytest.mark.parametrize("beside", [EMPTY, PADDED], ids=["labels", "mask"])
+def test_a_mean_over_samples_may_count_those_without_labels(beside: dict[str, Tensor]) -> None:
+    assert rule(of_all, tokens() | beside) == LossRule()
+
+
 def test_a_count_with_a_lower_bound_is_refused() -> None:
     """Each microbatch without a valid label added 1 to the count, and made the gradients too small, silently."""
     with pytest.raises(ConfigurationError, match=r"count of samples without valid labels is 1.*remove the lower bound"):
