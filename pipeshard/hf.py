@@ -42,6 +42,10 @@ REGISTRIES = {
     "transformers.integrations.moe": "ALL_EXPERTS_FUNCTIONS",
 }
 IMPLEMENTATIONS = "_attn_implementation", "_experts_implementation"
+LOSSES = "transformers.loss.loss_utils", "LOSS_MAPPING"  # module and name of the registry of losses
+LOSS_TYPE, DEFAULT_LOSS = "loss_type", "ForCausalLM"  # a model's attribute that selects a loss, and the default loss
+
+KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages with modules that docs/parity.md covers
 
 # Config fields: head counts that tp_size must divide, and dropouts on sharded activations.
 HEADS = "num_attention_heads", "num_key_value_heads", "decoder_attention_heads"
@@ -364,13 +368,27 @@ def is_of_custom_code(model: nn.Module) -> bool:
     return getattr(model, "_auto_class", None) is not None
 
 
+def is_of_packages(function: Any, packages: Sequence[str] = KNOWN_PACKAGES) -> bool:
+    """Whether a function, and each function that it wraps, was defined in one of `packages`, in pipeshard or in
+    Python's own library. `__module__` does not tell, since functools.wraps copies it."""
+    while function is not None:
+        package = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
+        if package not in (*packages, "pipeshard") and package not in sys.stdlib_module_names:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 def has_known_loss(model: nn.Module) -> bool:
-    """Whether the model computes one of transformers' own losses. It does not if the user has set `model.loss_function`
-    to another function."""
-    own = (vars(module).get("_loss_function") for module in model.modules())
-    return is_of_transformers(model) and all(
-        loss is None or getattr(loss, "__module__", "").startswith("transformers.") for loss in own
-    )
+    """Whether the model computes one of transformers' own losses. It does not if the user has replaced the model's
+    forward, or has set another function as `model.loss_function` or in transformers' registry of losses."""
+    modules, registry = [*model.modules()], getattr(sys.modules.get(LOSSES[0]), LOSSES[1], {})
+    kinds = [getattr(module, LOSS_TYPE, None) for module in modules]
+    losses = [registry[kind] for kind in kinds if kind in registry] or [registry.get(DEFAULT_LOSS)]
+    losses += [vars(module).get("_loss_function") for module in modules]
+    forwards = model.forward, without_adapters(model)[1].forward
+    are_own = all(map(is_of_packages, forwards)) and all(is_of_packages(loss, ("transformers",)) for loss in losses)
+    return is_of_transformers(model) and are_own
 
 
 def registered_functions(model: nn.Module) -> list[Any]:

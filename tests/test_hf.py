@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from pipeshard import hf
@@ -255,6 +257,45 @@ def test_the_name_of_neftune() -> None:
     setattr(embedding, hf.NOISE, 1.0)
     embedding.register_forward_hook(neftune_post_forward_hook)
     assert hf.adds_noise(embedding) and not torch.equal(embedding(torch.zeros(1, 1).long()), embedding.weight[:1, None])
+
+
+def shifted(*args: Any, **kwargs: Any) -> Tensor:
+    return ForCausalLMLoss(*args, **kwargs) + 1
+
+
+def registered(model: Any, patch: pytest.MonkeyPatch) -> None:
+    wrapper = functools.wraps(ForCausalLMLoss)(lambda *args, **kwargs: shifted(*args, **kwargs))
+    patch.setitem(LOSS_MAPPING, "ForCausalLM", wrapper)
+
+
+def selected(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(LOSS_MAPPING, "Shifted", shifted)
+    model.loss_type = "Shifted"
+
+
+def passed(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.loss_function = shifted
+
+
+def replaced(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.forward = lambda **batch: {"loss": shifted(**batch)}
+
+
+def replaced_in_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(model), "forward", lambda self, **batch: {"loss": shifted(**batch)})
+
+
+@pytest.mark.parametrize("change", [registered, selected, passed, replaced, replaced_in_class])
+def test_a_loss_or_forward_that_was_replaced_is_not_known(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user replaced a forward, or a loss in transformers' registry, by a mean of means of 16 positions: it was taken
+    for transformers' own loss, which holds at all sizes, so longer batches trained with a wrong loss."""
+    model, other = llama(), vit(image_size=8)
+    wrapped = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    bases = model, wrapped.get_base_model()
+    assert all(map(hf.has_known_loss, (model, wrapped, other, t5())))
+    for base in bases:
+        change(base, monkeypatch)
+    assert not hf.has_known_loss(model) and not hf.has_known_loss(wrapped) and hf.has_known_loss(other)
 
 
 def test_registries_have_the_functions_that_a_config_selects() -> None:

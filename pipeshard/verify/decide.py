@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -23,7 +22,14 @@ from pipeshard.distributed.progress import NOW
 from pipeshard.engine.ragged import Ragged
 from pipeshard.errors import BatchError, ConfigurationError, VerificationError
 from pipeshard.graph.preserve import preserving
-from pipeshard.hf import has_known_loss, padding_token, registered_functions, without_adapters
+from pipeshard.hf import (
+    KNOWN_PACKAGES,
+    has_known_loss,
+    is_of_packages,
+    padding_token,
+    registered_functions,
+    without_adapters,
+)
 from pipeshard.planner.memory import format_bytes
 from pipeshard.private import disable_current_modes, has_global_backward_hooks
 from pipeshard.schedule.given import name_of
@@ -43,7 +49,6 @@ SHARE = 0.1  # share of the free memory that verify="auto" may allocate
 COPIES = 6, 4  # copies of the parameters (models, gradients, Adam's state): per replica, and in addition to these
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 TELL_PERIOD = 1.0  # seconds between two signs of progress to the waiting ranks
-KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages with modules that docs/parity.md covers
 
 
 class Proven(BaseException):
@@ -231,7 +236,7 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
         return False
     classes = {kind for module in model.modules() if not isinstance(module, Packed) for kind in type(module).__mro__}
     methods = [value for kind in classes for value in vars(kind).values() if inspect.isfunction(value)]
-    if not all(map(_is_of_known_package, [*methods, *registered_functions(model)])):
+    if not all(map(is_of_packages, [*methods, *registered_functions(model)])):
         return False
     return all(
         (isinstance(module, Packed) or type(module).__module__.split(".")[0] in KNOWN_PACKAGES)
@@ -239,17 +244,6 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
         and not any(getattr(module, hooks) for hooks in HOOK_TABLES)
         for module in model.modules()
     )
-
-
-def _is_of_known_package(function: Any) -> bool:
-    """Whether a function, and each function that it wraps, was defined in one of KNOWN_PACKAGES, in pipeshard or in
-    Python's own library. `__module__` does not tell, since functools.wraps copies it."""
-    while function is not None:
-        package = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
-        if package not in (*KNOWN_PACKAGES, "pipeshard") and package not in sys.stdlib_module_names:
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
 
 
 def _remedies(sample: Batch) -> str:
