@@ -52,7 +52,8 @@ class Samples:
     `read` contains the paths of the leaves that the loss reads, and `consulted` the paths of the leaves on whose values
     Python branches. Integers are drawn from the batch's values and, if there are few, the values between them; masks
     remain masks. Other floating-point values are moved, or drawn from the batch's values and possible marks of missing
-    values. If the loss `is_known` (one of transformers' own), these other values are only scaled.
+    values. If the loss `is_known` (one of transformers' own), these other values are only scaled, and complex values
+    always are.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class Samples:
         self.few = source.take(torch.arange(count) * rows // count if rows >= count else torch.arange(count) % rows)
         by_sample = {p for p, dim in zip(batch.paths, batch.row_dims) if dim is not None or batch.owners.get(p)}
         paths = [path for path in batch.tensors if path in by_sample and self.few.tensors[path].numel()]
-        self.integers = [path for path in paths if not batch.tensors[path].is_floating_point()]
-        self.floats = [path for path in paths if path not in self.integers]
+        self.floats = [path for path in paths if batch.tensors[path].is_floating_point()]
+        self.integers = [path for path in paths if not (path in self.floats or batch.tensors[path].is_complex())]
         self.drawn = {
             EVERYTHING: {path for path in paths if path in read or path in consulted},
             READ: {path for path in paths if path in read},
@@ -105,7 +106,7 @@ class Samples:
         def redraw(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             if path not in self.drawn[level]:
                 return leaf
-            if leaf.is_floating_point():
+            if path not in self.pools:
                 return self._draw_floats(path, leaf, number, generator)
             if leaf.ndim > 1 and (leaf.dtype == torch.bool or self.pools[path].tolist() == [0, 1]):
                 return _random_mask(leaf, generator)

@@ -642,6 +642,18 @@ def test_labels_that_are_positions_may_be_out_of_range_in_a_shorter_sample() -> 
     assert find_loss_rule(model, trace(model, batch), batch, None) == LossRule()
 
 
+def of_signals(out: Any, batch: Any) -> Tensor:
+    return (out["logits"] - batch["signal"].abs()[..., None]).square().mean()
+
+
+@pytest.mark.parametrize(("criterion", "expected"), [(tagging(), LossRule("labels")), (of_signals, LossRule())])
+@pytest.mark.parametrize("shape", [(4, 6), (4, 1)])
+@pytest.mark.filterwarnings("error:Casting complex values")
+def test_a_batch_may_have_complex_tensors(criterion: Criterion, expected: LossRule, shape: tuple[int, int]) -> None:
+    """A user trained on Fourier coefficients: trials took them for integers, and raised NotImplementedError."""
+    assert rule(criterion, tokens(signal=torch.randn(shape, dtype=torch.complex64))) == expected
+
+
 def mean_times_count(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """A mean, turned into a sum."""
     count = (batch["labels"] != -100).sum()
