@@ -317,6 +317,18 @@ def teaches(sides: Sides, step: int) -> None:
     update(sides)
 
 
+def clears_sparse_gradients(sides: Sides, step: int) -> None:
+    """In place; the gradients remain sparse."""
+    for model in sides.both:
+        model.embed.sparse = True
+    trains(sides, step)
+    if not is_released(sides.model.embed.weight):
+        assert sides.model.embed.weight.grad.is_sparse
+    for gradient in gradients(weights(sides)):
+        gradient.zero_()
+    sides.optimizer.zero_grad(set_to_none=False)
+
+
 ALONE: dict[str, Loop] = {
     "clips": clips,
     "of a layer": of_a_layer,
@@ -324,6 +336,7 @@ ALONE: dict[str, Loop] = {
     "copies": copies,
     "noisy by name": noisy_by_name,
     "teaches": teaches,
+    "clears sparse gradients": clears_sparse_gradients,
 }
 
 

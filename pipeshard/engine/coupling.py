@@ -203,7 +203,7 @@ class Coupling:
         elif numbers and tags:  # the loop has used these values, and no other rank's are missing
             self._read.clear()
         for tensor in written:
-            keeps = not overwrites or tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()
+            keeps = not overwrites or _is_part(tensor)
             self._set(tensor, (self._of([tensor]) if keeps else NOTHING) | tags | drawn)
 
     def _is_number(self, value: Any) -> bool:
@@ -258,6 +258,11 @@ class Coupling:
         if len(self._tags) > self._most:
             self._tags = {key: kept for key, kept in self._tags.items() if not kept[0].expired()}
             self._most = 2 * len(self._tags)
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Whether the tensor's storage also has other elements. A sparse tensor has no storage."""
+    return tensor.layout is torch.strided and tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()
 
 
 def _number(value: Tensor | float) -> float:
