@@ -6,6 +6,7 @@ accumulation ignore both problems.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pipeshard.engine.loss_values import Range, ranges_of, valid_entries
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import IGNORED
 
+logger = logging.getLogger("pipeshard")
 CLOSE = {torch.float32: ROUNDING, torch.float64: 1e-9}  # tolerated relative error of a sum; see `tolerance_of`
 CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
 MOST_RULES = 128  # at most this many are kept
@@ -137,10 +139,12 @@ class _Known(NamedTuple):
     tried: Tried | None
 
     def covers_values(self, batch: Batch) -> bool:
-        if of_entries(batch) not in self.entries:
-            return False
+        return of_entries(batch) in self.entries and not self.outside(batch)
+
+    def outside(self, batch: Batch) -> list[str]:
+        """The paths of the leaves with values for which the rule was not proven."""
         now = ranges_of(batch, self.ranges, is_known=self.tried is None)
-        return all(self.ranges[path].covers(of_batch) for path, of_batch in now.items())
+        return [path for path, of_batch in now.items() if not self.ranges[path].covers(of_batch)]
 
 
 class LossRules:
@@ -174,6 +178,12 @@ class LossRules:
         tried = None if proven.until is None else Tried()
         before = self._known.get(kind)
         if before is not None and before.rule == proven.rule:
+            if outside := before.outside(batch):
+                logger.info(
+                    "the loss was verified again, since leaves of the batch have values that may change how microbatch "
+                    "losses combine (a new largest or smallest value, or possible padding): %s",
+                    ", ".join(outside),
+                )
             for path in now.keys() & before.ranges.keys():
                 now[path] = now[path].joined(before.ranges[path])
             entries |= before.entries

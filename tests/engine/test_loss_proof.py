@@ -19,7 +19,8 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, no
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import first_difference, is_made_again, key_of
 from pipeshard.batch.read import read_batch
-from pipeshard.engine.loss import LossRule
+from pipeshard.engine.loss import LossRule, LossRules, ProvenRule
+from pipeshard.engine.loss_sizes import Sizes
 from pipeshard.engine.refusals import refuse_criterion
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph import preserve
@@ -652,6 +653,18 @@ def of_signals(out: Any, batch: Any) -> Tensor:
 def test_a_batch_may_have_complex_tensors(criterion: Criterion, expected: LossRule, shape: tuple[int, int]) -> None:
     """A user trained on Fourier coefficients: trials took them for integers, and raised NotImplementedError."""
     assert rule(criterion, tokens(signal=torch.randn(shape, dtype=torch.complex64))) == expected
+
+
+def test_a_loss_that_is_verified_again_for_its_values_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens that stood twice at the end of a row were possible padding: steps took longer, without a message."""
+    caplog.set_level("INFO", logger="pipeshard")
+    model, data, rules = Tagger(), tokens(), LossRules()
+    flow, proven = trace(model, data, tagging()), ProvenRule(LossRule("labels"), Sizes.of(Batch.of(data), 2))
+    for largest in (70, 70, 90):
+        data["labels"][0, 0] = largest
+        rules.add("kind", proven, flow, Batch.of(data))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the loss was verified again") and record.getMessage().endswith(": labels")
 
 
 def mean_times_count(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
