@@ -18,7 +18,7 @@ import torch.distributed as dist
 import transformers.trainer
 from huggingface_hub import HfApi
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from pipeshard.errors import CheckpointError, UsageError
 from tests import zoo
@@ -141,6 +141,40 @@ def saved_beside_a_manifest(folder: Path) -> None:
         made = trainer("causal", folder, {"pp_size": 2}, max_steps=1, save_strategy="no")
         made.train()
         made.save_model()
+
+
+class Preempted(TrainerCallback):
+    """Requests a checkpoint after step 3, as a termination signal does with enable_jit_checkpoint=True."""
+
+    checkpoints: Any
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.checkpoints.is_checkpoint_requested = True
+
+
+def preempted(folder: str) -> list[str]:
+    others = {**STEPS, "enable_jit_checkpoint": True, "gradient_accumulation_steps": 2}
+    with launched():
+        made = trainer("causal", folder, {"pp_size": 1}, **others)
+        callback = Preempted()
+        callback.checkpoints = next(
+            one.jit_manager for one in made.callback_handler.callbacks if hasattr(one, "jit_manager")
+        )
+        made.add_callback(callback)
+        made.train()
+    return sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+
+
+@pytest.mark.skipif(not hasattr(TrainingArguments, "enable_jit_checkpoint"), reason="transformers 5 has it")
+@pytest.mark.turns
+def test_a_single_process_saves_when_a_signal_arrives(pool: Pool, tmp_path: Path) -> None:
+    """enable_jit_checkpoint=True was refused for one process, too, where no other rank could save at another step."""
+    options = {"gradient_accumulation_steps": 2}
+    expected = run("causal", tmp_path / "whole", **STEPS | options)
+    assert pool.run(preempted, 1, str(tmp_path / "cut"))[0] == ["checkpoint-3"]
+    found = resumed(pool, "causal", tmp_path / "cut", 1, {"pp_size": 1}, **options)
+    assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
 
 
 @pytest.mark.turns

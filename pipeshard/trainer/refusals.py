@@ -57,7 +57,7 @@ SOME: dict[str, Callable[[Any], bool]] = {
     "train_sampling_strategy": lambda value: value == "batch_rebalance",
 }
 # Arguments that a single process supports, since there are no other ranks that could differ from it.
-OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches")
+OF_SEVERAL = ("auto_find_batch_size", "enable_jit_checkpoint", "accelerator_config.dispatch_batches")
 
 
 def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
