@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -30,6 +30,7 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 
 from pipeshard import PipelinePlugin, to_sequential
@@ -570,6 +571,46 @@ def test_a_prepared_dataloader_is_not_resumed_by_a_trainer(tmp_path: Path) -> No
         made = trainer("causal", tmp_path, {"pp_size": 1})
     with pytest.raises(UsageError, match=r"get_train_dataloader returns a dataloader from plugin\.prepare_dataloader"):
         made.train()
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        output = self.second(self.first(x)).squeeze(-1)
+        return {"output": output} if labels is None else {"loss": (output - labels).pow(2).mean(), "output": output}
+
+
+BATCHES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+
+
+class Chain:
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders))
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self.loaders:
+            yield from loader
+
+
+class Chaining(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return Chain(super().get_train_dataloader(), super().get_train_dataloader())
+
+
+def test_dataloaders_that_a_class_chains_give_the_sample(tmp_path: Path) -> None:
+    """The object that chained them had no dataset, so no sample was found, and train() raised an error."""
+    samples = [{"x": [float(k), 1.0, 2.0], "labels": float(k)} for k in range(8)]
+    more = {"model": Regression(), "train_dataset": samples, "data_collator": default_data_collator}
+    with mock.patch.object(TASKS["causal"], "kind", Chaining):
+        made = trainer("causal", tmp_path, {"pp_size": 1}, more, num_train_epochs=1, max_steps=-1, **BATCHES)
+    made.train()
+    assert made.state.global_step == 8
 
 
 def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -> list[dict[str, float]]:

@@ -442,12 +442,16 @@ class Front:
     def _noted(self, make: Callable[[], Any]) -> Any:
         """Record the dataloader, which the user's class may have created. Share the generators of train()'s first
         one."""
-        self._loader = make()
-        refuse_prepared(self._loader, "get_train_dataloader returns")
+        self._prepared = None
+        loader = make()
+        refuse_prepared(loader, "get_train_dataloader returns")
+        # An object that chains several dataloaders has no dataset itself.
+        has_data = getattr(loader, "dataset", None) is not None or self._prepared is None
+        self._loader = loader if has_data else self._prepared
         if self._begins:
             self._begins = False
-            self.share_generators(self._loader)  # type: ignore[attr-defined]
-        return self._loader
+            self.share_generators(loader)  # type: ignore[attr-defined]
+        return loader
 
     def _completed(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the training_step of the user's class, once per batch of a window. Raises UsageError if training_step
