@@ -29,7 +29,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
-    TrainingArguments,
     default_data_collator,
 )
 
@@ -435,9 +434,6 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
     (ConfigurationError, "PipelinedArchiving overrides _save, .*override save_model", {"kind": Archiving}, {}),
 ]
-if hasattr(TrainingArguments, "enable_jit_checkpoint"):  # of transformers 5
-    jit = {"enable_jit_checkpoint": True}
-    REFUSED.append((ConfigurationError, "enable_jit_checkpoint=True: .*`pipeshard launch`", jit, {}))
 
 
 def refused(folder: str, error: type[Exception], what: str, others: dict[str, Any], plugin: dict[str, Any]) -> None:

@@ -153,27 +153,29 @@ class Preempted(TrainerCallback):
             self.checkpoints.is_checkpoint_requested = True
 
 
-def preempted(folder: str) -> list[str]:
+def preempted(folder: str, pp_size: int) -> list[str]:
     others = {**STEPS, "enable_jit_checkpoint": True, "gradient_accumulation_steps": 2}
     with launched():
-        made = trainer("causal", folder, {"pp_size": 1}, **others)
+        made = trainer("causal", folder, {"pp_size": pp_size}, **others)
         callback = Preempted()
         callback.checkpoints = next(
             one.jit_manager for one in made.callback_handler.callbacks if hasattr(one, "jit_manager")
         )
-        made.add_callback(callback)
+        if dist.get_rank() == pp_size - 1:
+            made.add_callback(callback)
         made.train()
     return sorted(path.name for path in Path(folder).glob("checkpoint-*"))
 
 
 @pytest.mark.skipif(not hasattr(TrainingArguments, "enable_jit_checkpoint"), reason="transformers 5 has it")
 @pytest.mark.turns
-def test_a_single_process_saves_when_a_signal_arrives(pool: Pool, tmp_path: Path) -> None:
-    """enable_jit_checkpoint=True was refused for one process, too, where no other rank could save at another step."""
+@pytest.mark.parametrize(("pp_size", "step"), [(1, 3), (2, 4)])
+def test_ranks_save_together_after_a_signal_on_one(pool: Pool, tmp_path: Path, pp_size: int, step: int) -> None:
+    """enable_jit_checkpoint=True was refused, even for one process. Several ranks agree at the end of a step."""
     options = {"gradient_accumulation_steps": 2}
     expected = run("causal", tmp_path / "whole", **STEPS | options)
-    assert pool.run(preempted, 1, str(tmp_path / "cut"))[0] == ["checkpoint-3"]
-    found = resumed(pool, "causal", tmp_path / "cut", 1, {"pp_size": 1}, **options)
+    assert pool.run(preempted, pp_size, str(tmp_path / "cut"), pp_size) == [[f"checkpoint-{step}"]] * pp_size
+    found = resumed(pool, "causal", tmp_path / "cut", pp_size, {"pp_size": pp_size}, **options)
     assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
 
 

@@ -36,11 +36,6 @@ REFUSED = {
     "debug": "its hooks need values that a stage lacks: PipelinePlugin(check_finite=True) finds non-finite values",
     "use_legacy_prediction_loop": "a pipeline supports only evaluation_loop: remove it",
     "past_index": "stages keep no state between batches: remove it",
-    "enable_jit_checkpoint": (
-        "each rank would save when its own signal arrives, at different steps, so no run could resume from the "
-        "checkpoint. Omit it, set save_steps, call train(resume_from_checkpoint=True) if output_dir has a checkpoint, "
-        "and start the script with `pipeshard launch`, which restarts the script after a failure (docs/elastic.md)"
-    ),
     "jit_mode_eval": "torch.jit does not trace stages: remove it",
     "train_sampling_strategy": (
         "it distributes batches over processes, but all stages of a replica read the same batch: use group_by_length"
@@ -57,7 +52,7 @@ SOME: dict[str, Callable[[Any], bool]] = {
     "train_sampling_strategy": lambda value: value == "batch_rebalance",
 }
 # Arguments that a single process supports, since there are no other ranks that could differ from it.
-OF_SEVERAL = ("auto_find_batch_size", "enable_jit_checkpoint", "accelerator_config.dispatch_batches")
+OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches")
 
 
 def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:

@@ -65,6 +65,7 @@ from pipeshard.trainer.refusals import (
 )
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import PipelineAccelerator, Stages
+from pipeshard.trainer.stopping import stop_together
 from pipeshard.trainer.written import Written
 
 
@@ -84,6 +85,8 @@ class Loop(Evaluation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if getattr(self.args, "enable_jit_checkpoint", False) and self.pipeline.grid.size > 1:
+            stop_together(self, self.pipeline.grid.world)
         handler = self.callback_handler
         for callback in handler.callbacks:
             refuse_callback(callback, type(self).__name__, self.pipeline.config)
@@ -243,8 +246,7 @@ class Loop(Evaluation):
         """After the first step, raise CheckpointError if the Trainer will save the optimizer's state, but cannot."""
         if self._begun_at is None:
             self._begun_at = self.state.global_step
-        is_saved = self.args.save_strategy != "no" and not self.args.save_only_model
-        if is_saved and self.state.global_step == self._begun_at + 1:
+        if self._saves and not self.args.save_only_model and self.state.global_step == self._begun_at + 1:
             check_savable(self.boosted_optimizer(None))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -354,8 +356,13 @@ class Loop(Evaluation):
 
     # files
 
+    @property
+    def _saves(self) -> bool:
+        """Whether train() may save a checkpoint."""
+        return self.args.save_strategy != "no" or bool(getattr(self.args, "enable_jit_checkpoint", False))
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if self.args.save_strategy != "no":
+        if self._saves:
             refuse_unwrapped_adapters(self.model)
             refuse_several_folders(Path(self.args.output_dir), self.pipeline.grid)
         chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)

@@ -61,11 +61,6 @@ FILES = Reason(
     "the test reads the whole model from the file model.safetensors, but each stage writes its own part to a file",
     "load the folder with from_pretrained, or read the files that model.safetensors.index.json names",
 )
-JIT = Reason(
-    2,
-    "with `enable_jit_checkpoint=True`, each rank would save when its own signal arrives, at different steps",
-    "set save_steps, and start the script with `pipeshard launch`, which restarts it after a failure",
-)
 
 REFUSED = {
     "test_resume_batch_order": BUFFER,
@@ -91,21 +86,6 @@ REFUSED = {
     "test_auto_batch_size_with_resume_from_checkpoint": BATCH_SIZE,
     "test_load_best_model_at_end": FILES,
     "test_load_best_model_from_safetensors": FILES,
-    "test_checkpoint_manager_initialization": JIT,
-    "test_execute_jit_checkpoint": JIT,
-    "test_execute_jit_checkpoint_sentinel_file_cleanup": JIT,
-    "test_execute_jit_checkpoint_with_exception": JIT,
-    "test_integration_with_trainer": JIT,
-    "test_jit_checkpoint_callback_on_epoch_end": JIT,
-    "test_jit_checkpoint_callback_on_pre_optimizer_step": JIT,
-    "test_jit_checkpoint_callback_on_step_begin": JIT,
-    "test_jit_checkpoint_callback_on_step_end": JIT,
-    "test_jit_checkpoint_callback_on_train_end": JIT,
-    "test_jit_checkpoint_callback_set_trainer_enabled": JIT,
-    "test_kill_wait_period": JIT,
-    "test_signal_handler_setup": JIT,
-    "test_sigterm_handler_flow": JIT,
-    "test_toggle_checkpoint_flag": JIT,
 }
 
 

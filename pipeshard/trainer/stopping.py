@@ -1,0 +1,40 @@
+"""Stopping: enable_jit_checkpoint on several ranks, which save and stop after the same step."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+
+from pipeshard.distributed.collectives import gather
+
+try:
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+except ImportError:  # transformers 4
+    JITCheckpointCallback = TrainerCallback
+
+
+class StopTogether(JITCheckpointCallback):
+    """Saves and stops after a step in which any rank has received a termination signal. transformers' own callback
+    saves on each rank when the signal arrives there, which may be at different steps, also between a step's gradients
+    and its update."""
+
+    def __init__(self, own: Any, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.trainer, self.jit_manager, self.group = own.trainer, own.jit_manager, group
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if gather(torch.tensor(int(self.jit_manager.is_checkpoint_requested)), self.group).any():
+            self.jit_manager.is_checkpoint_requested = False
+            control.should_save = control.should_training_stop = True
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: other ranks may be at another point of the step."""
+
+    on_pre_optimizer_step = on_epoch_end = on_step_begin
+
+
+def stop_together(trainer: Trainer, group: dist.ProcessGroup) -> None:
+    """Replace a Trainer's callback for enable_jit_checkpoint by one that agrees with all ranks of `group`."""
+    if own := trainer.pop_callback(JITCheckpointCallback):
+        trainer.add_callback(StopTogether(own, group))
