@@ -259,7 +259,7 @@ REMEDIES = {
     ),
     "a count of forwards": Remedy(
         ("a forward that takes a different path", "`TraceError`: a forward that leaves"),
-        "Keep this state in attributes of the model",
+        "Keep other state in attributes of the model",
         hunted_case("a count's"),
         (Training(nets.ByAttribute, ONE, between=skips),),
     ),
