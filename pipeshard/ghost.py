@@ -55,6 +55,7 @@ CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
 WRITING = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all names that end in "_"
 _inside = 0
+_deferred: list[UsageError] | None = None  # the errors of reads inside `as_if_held`
 
 
 @contextmanager
@@ -76,12 +77,30 @@ def inside_pipeshard() -> Iterator[None]:
         _inside -= 1
 
 
+@contextmanager
+def as_if_held() -> Iterator[list[UsageError]]:
+    """Context manager for a user's function that calls the pipeline, which all ranks must reach. Ghosts look like held
+    parameters, and reads return NaN instead of raising an error. Yields the list of these errors: unless it is empty,
+    the function's results are not valid."""
+    global _deferred
+    before, _deferred = _deferred, []
+    try:
+        yield _deferred
+    finally:
+        _deferred = before
+
+
+def looks_held() -> bool:
+    """Whether the caller is the user's code inside `as_if_held`."""
+    return _deferred is not None and not _inside
+
+
 class Ghost(nn.Parameter):
     """A released parameter: it keeps its names, shape, dtype and device, but is frozen and has no values.
 
     If a Ghost's values are read or written, or if a Ghost is copied or pickled, a UsageError with its `label` is
     raised. Under `inside_pipeshard`, glue may use a Ghost if no result depends on it: reads return NaN, and writes are
-    discarded.
+    discarded. Under `as_if_held`, reads and writes do the same, but their errors are kept.
 
     Attributes:
         pipeshard_trainable: whether the parameter is trained, on the stages that hold it.
@@ -106,6 +125,8 @@ class Ghost(nn.Parameter):
         with DisableTorchFunctionSubclass():
             if name in HOOKING and args[0].pipeshard_trainable and not args[0].requires_grad:
                 return RemovableHandle(OrderedDict())  # the stages that hold it call the hook
+            if name == "requires_grad" and not sets and looks_held():
+                return args[0].pipeshard_trainable
             if name in HARMLESS | HOOKING or asks or (name.startswith("is_") and name not in READING):
                 return func(*args, **kwargs)
             if name in CONVERTING and isinstance(args[0], Ghost):
@@ -115,7 +136,10 @@ class Ghost(nn.Parameter):
             if sets and name == "data" and (args[1] is args[0] or _inside):
                 return None
             if not _inside:
-                raise unheld(_ghosts((args, kwargs))[0], name, LOOP)
+                error = unheld(_ghosts((args, kwargs))[0], name, LOOP)
+                if _deferred is None:
+                    raise error
+                _deferred.append(error)
             if name in ("data", "detach"):  # writes to the result count as writes to the ghost
                 return args[0]
             if name in WRITING or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:

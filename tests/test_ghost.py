@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import UsageError
-from pipeshard.ghost import Ghost, inside_pipeshard
+from pipeshard.ghost import Ghost, as_if_held, inside_pipeshard
+from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 from tests.unsplit import Split
 
@@ -92,6 +93,23 @@ def test_inside_pipeshard_values_are_unknown_and_writes_are_dropped() -> None:
         with pytest.raises(UsageError, match=r"add_ of a parameter that this rank holds: layer\.weight"):
             held.add_(p)
     assert (held == 1).all()
+
+
+def test_a_function_that_all_ranks_must_finish_runs_with_unknown_values() -> None:
+    """A filter of trained parameters left out those of other stages, without an error, in one function of a loss."""
+    p = ghost()
+    with as_if_held() as errors:
+        with inside_pipeshard():
+            assert torch.isnan(p + 1).all() and not p.requires_grad and is_released(p)
+        assert p.requires_grad and not is_released(p) and not errors
+        assert torch.isnan(p.detach().pow(2).sum()) and not p.grad_fn
+        p.mul_(2)
+        with pytest.raises(UsageError, match=r"deepcopy: layer\.weight"):
+            copy.deepcopy(p)
+    assert [str(error).split(":")[0] for error in errors] == ["detach", "pow", "mul_"]
+    assert not p.requires_grad and is_released(p)
+    with pytest.raises(UsageError):
+        p.pow(2)
 
 
 def rescaled() -> list[float]:

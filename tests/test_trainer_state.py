@@ -23,9 +23,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainerMemoryTracker
 
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.split.materialize import is_released
 from pipeshard.trainer.kept import KeptState, _changed_by_threads
 from tests import zoo
-from tests.pool import Pool
+from tests.pool import Pool, WorkerError
 from tests.trainers import TASKS, differences, launched, logs, padded, trainer
 
 LATE = 3  # the first step that keeps something
@@ -138,7 +139,7 @@ def train(kind: str, folder: str, plugin: dict[str, Any] | None = None, **others
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("kind", ["Keeping", "Noting", "Penalized"])
+@pytest.mark.parametrize("kind", ["Keeping", "Noting", "Penalized", "Filtering", "Early"])
 def test_every_rank_keeps_what_one_process_keeps(pool: Pool, tmp_path: Path, kind: str) -> None:
     """What was no list, dict or number was neither undone after a trial nor told to other ranks; what compute_loss drew
     was compared for 8 batches. Metrics of columns that no loss reads were not-a-number, a penalty 0 in evaluation."""
@@ -179,6 +180,53 @@ class Penalized(Trainer):
         penalty = penalty + sum(p.abs().sum() for name, p in self.model.named_parameters() if "norm" in name)
         loss = cross_entropy(outputs, inputs) + 0.01 * penalty
         return (loss, outputs) if return_outputs else loss
+
+
+class Filtering(Trainer):
+    """Its loss reads the trained parameters of all stages: those of other stages looked frozen in evaluation."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        penalty = sum(parameter.pow(2).sum() for parameter in model.parameters() if parameter.requires_grad)
+        penalty = penalty + sum(p.abs().sum() for p in self.model.parameters() if not is_released(p))
+        loss = cross_entropy(outputs, inputs) + 0.01 * penalty
+        return (loss, outputs) if return_outputs else loss
+
+
+class Early(Trainer):
+    """Its loss reads parameters of all stages before it calls the model, and expects numbers."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        penalty = 0.01 * sum(parameter.pow(2).sum() for parameter in model.parameters())
+        outputs = model(**inputs)
+        loss = cross_entropy(outputs, inputs) + penalty
+        if not model.training and not loss.isfinite():
+            raise ValueError("the loss diverges")
+        return (loss, outputs) if return_outputs else loss
+
+
+class Shifting(Trainer):
+    """Passes positions to the model that depend on a parameter of another stage."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        norm: Any = self.model.get_submodule("model.norm")
+        places = torch.arange(inputs["input_ids"].shape[1]) + norm.weight.isfinite().all().long()
+        loss = model(**inputs, position_ids=places[None]).loss
+        return (loss, {}) if return_outputs else loss
+
+
+def shifted(folder: str) -> None:
+    with launched(), mock.patch.object(TASKS["causal"], "kind", Shifting):
+        trainer("causal", folder, {"pp_size": 2}, max_steps=1).train()
+
+
+@pytest.mark.turns
+def test_an_input_of_the_model_that_depends_on_another_stage_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """Its values on this rank are not those of the parameter."""
+    with pytest.raises(
+        WorkerError, match=r"UsageError: compute_loss reads .* calls the model with position_ids, which"
+    ):
+        pool.run(shifted, 2, str(tmp_path), timeout=120)
 
 
 class Penalty:

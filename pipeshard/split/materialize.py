@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipeshard.errors import ConfigurationError, explained, summary
-from pipeshard.ghost import Ghost, guard, inside_pipeshard
+from pipeshard.ghost import Ghost, guard, inside_pipeshard, looks_held
 from pipeshard.graph.units import CutPoint, intercept
 from pipeshard.private import compiled, without_weakrefs
 from pipeshard.replaced import replaced
@@ -219,5 +219,6 @@ def storageless(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.d
 
 
 def is_released(parameter: torch.Tensor) -> bool:
-    """Whether this stage does not hold the parameter."""
-    return isinstance(parameter, Ghost)
+    """Whether this stage does not hold the parameter. False inside a compute_loss that a Trainer evaluates, since its
+    result is that of the stage that holds the parameter."""
+    return isinstance(parameter, Ghost) and not looks_held()

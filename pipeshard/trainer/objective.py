@@ -31,7 +31,8 @@ from pipeshard.data.order import is_equal
 from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.updates import is_sampled
-from pipeshard.errors import TraceError, UsageError
+from pipeshard.errors import PipeshardError, TraceError, UsageError
+from pipeshard.ghost import as_if_held
 from pipeshard.graph.nodes import nodes_from
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only, tree_tensors
@@ -146,10 +147,16 @@ class Objective:
         if self._kept is None or any(self._kept.changes()):
             self._kept = KeptState(trainer)
         try:
-            with trainer.keeping_logs([]):
+            with trainer.keeping_logs([]), as_if_held() as errors:
                 trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
         except Called as called:
             self.added = frozenset(called.inputs.keys() - inputs.keys())
+            if self.added and errors:
+                raise UsageError(
+                    "compute_loss reads parameters of other stages before it calls the model with "
+                    f"{', '.join(sorted(self.added))}, which may depend on them: read the parameters after the call of "
+                    "the model, or compute these inputs in the data collator"
+                ) from errors[0]
             beside = {FOR_CRITERION + name: inputs[name] for name in inputs.keys() - called.inputs.keys()}
             return {**called.inputs, **{name: beside[name] for name in sorted(beside)}}
         finally:
@@ -282,10 +289,14 @@ def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: 
     world, failure, result, logs = pipeline.grid.world, None, None, list[Any]()
     is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
     try:
-        with trainer.keeping_logs(logs):
+        with trainer.keeping_logs(logs), as_if_held() as errors:
             result = compute_loss()
     except UsageError as error:
         failure = error
+    except Exception as error:
+        if not errors or isinstance(error, PipeshardError):  # otherwise, compute_loss may have refused a NaN
+            raise
+    failure = errors[0] if errors else failure
     if not bool(gather(torch.tensor(int(failure is not None)), world).any()):
         trainer.report_logs(logs)
         return result
