@@ -20,6 +20,7 @@ from pipeshard.errors import UsageError
 from pipeshard.trainer import PipelineTrainer
 from tests.pool import Pool
 from tests.trainers import TASKS, differences, halved, launched, logs, padded, texts, trainer
+from tests.zoo import VOCABULARY
 
 
 class Halving(Trainer):
@@ -109,10 +110,14 @@ class DecayingByData(TrainerCallback):
                 parameter.data.mul_(0.9)
 
 
-def train(kind: type[Trainer], folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> Any:
+def train(
+    kind: type[Trainer], folder: str, plugin: dict[str, Any] | None = None, evaluates: bool = False, **others: Any
+) -> Any:
     with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", kind):
         made = trainer("causal", folder, plugin, max_steps=4, max_grad_norm=0.5, **others)
         made.train()
+        if evaluates:
+            made.evaluate()
         return logs(made), getattr(made, "steps", 0)
 
 
@@ -262,6 +267,39 @@ def test_a_tokenizer_s_batch_is_traced_without_the_labels_of_a_custom_loss(pool:
     for is_given in (False, True):
         for found in pool.run(with_several_labels, 2, str(tmp_path), {"pp_size": 2}, is_given):
             assert differences(found, expected, 3e-6) == []
+
+
+class Rewriting(Trainer):
+    """Writes to the batch in place before it calls the model: to labels that only the loss reads."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        labels[labels >= 0] -= 1
+        labels.clamp_(min=-100)
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:].abs() % VOCABULARY)
+        return (loss, outputs) if return_outputs else loss
+
+
+class RewritingInputs(Trainer):
+    """Writes in place to tokens and labels that the model and the loss read."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        inputs["input_ids"].add_(1).remainder_(VOCABULARY)
+        inputs["labels"][inputs["labels"] % 5 == 0] = -100
+        outputs = model(**inputs)
+        loss = outputs.loss * inputs["input_ids"].float().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", [Rewriting, RewritingInputs])
+def test_a_loss_that_writes_to_its_batch_writes_once(pool: Pool, tmp_path: Path, kind: type[Trainer]) -> None:
+    """compute_loss is called before the step and in it: the labels of a loss that standardizes them in place were
+    standardized twice, without an error."""
+    expected, _ = train(kind, str(tmp_path), evaluates=True)
+    for found, _ in pool.run(train, 2, kind, str(tmp_path), {"pp_size": 2}, evaluates=True):
+        assert differences(found, expected, 3e-6) == []
 
 
 class Contrastive(Trainer):

@@ -39,6 +39,7 @@ from pipeshard.private import tree_map_only, tree_tensors
 from pipeshard.replaced import replaced
 from pipeshard.trainer.kept import KeptState
 from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn, in_fp32, without_checkpointing
+from pipeshard.trainer.written import Written
 
 ITEMS = "num_items_in_batch"
 PLAIN_VALUES = (bool, int, float, str, type(None))
@@ -95,7 +96,7 @@ class Objective:
     def __init__(self, trainer: ComputesLoss) -> None:
         self._trainer = weakref.ref(trainer)  # so that a trace of the loss does not enter the Trainer
         self.num_items: Any = None
-        self.added: frozenset[str] = frozenset()  # the model inputs that compute_loss adds to the batch
+        self.added: frozenset[str] = frozenset()  # the model inputs that compute_loss adds to the batch, or writes to
         self._kept: KeptState | None = None  # the state before the window
         self._random: dict[str, Any] = {}  # the generators' states after the last call of compute_loss
         self._failure: UsageError | None = None
@@ -142,23 +143,32 @@ class Objective:
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Call compute_loss until it calls the model. Returns the inputs of this call, and the rest of the batch under
-        names with the prefix FOR_CRITERION."""
+        names with the prefix FOR_CRITERION.
+
+        compute_loss receives copies of the tensors, since the step calls it again with the batch. If it has written to
+        a tensor that the model receives, the result contains both values.
+        """
         trainer, before = self.trainer, random_state()
         if self._kept is None or any(self._kept.changes()):
             self._kept = KeptState(trainer)
+        given = tree_map_only(Tensor, torch.clone, dict(inputs))
+        copies = {name: Written(tree_tensors(value)) for name, value in given.items()}
         try:
             with trainer.keeping_logs([]), as_if_held() as errors:
-                trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
+                trainer.compute_loss(Asking(trainer.model), dict(given), num_items_in_batch=self.num_items)
         except Called as called:
-            self.added = frozenset(called.inputs.keys() - inputs.keys())
+            written = {name for name, copy in copies.items() if copy.is_changed}
+            self.added = frozenset(name for name in called.inputs if name not in inputs or name in written)
             if self.added and errors:
                 raise UsageError(
                     "compute_loss reads parameters of other stages before it calls the model with "
                     f"{', '.join(sorted(self.added))}, which may depend on them: read the parameters after the call of "
                     "the model, or compute these inputs in the data collator"
                 ) from errors[0]
-            beside = {FOR_CRITERION + name: inputs[name] for name in inputs.keys() - called.inputs.keys()}
-            return {**called.inputs, **{name: beside[name] for name in sorted(beside)}}
+            as_given = called.inputs.keys() - self.added
+            passed = called.inputs | {name: inputs[name] for name in as_given if called.inputs[name] is given[name]}
+            beside = {FOR_CRITERION + name: inputs[name] for name in inputs.keys() - as_given}
+            return {**passed, **{name: beside[name] for name in sorted(beside)}}
         finally:
             set_random_state(before)
             self._kept.restore()
