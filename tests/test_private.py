@@ -57,7 +57,9 @@ OTHERS = {"_pretrained", "_orig_mod", "_exit", "_current_frames", "_inst", "_ran
 OTHERS |= {"_replace", "_apply"}  # of NamedTuple, and of modules as users override it
 # Of instances of FSDP's classes, in engine/fsdp.py alone.
 FSDP = {"_fsdp_param_group", "_pre_forward_hook_handle", "_post_forward_hook_handle", "_unsharded_param", "_orig_dtype"}
-OF_TRANSFORMERS = {"_weight_conversions"}  # put on a model by `from_pretrained`, and read by `save_pretrained`
+# Put on a model by `from_pretrained` and read by `save_pretrained`; the number of GPUs of DataParallel, which Trainer
+# itself sets to 1 for a model on several devices (tests/test_trainer.py).
+OF_TRANSFORMERS = {"_weight_conversions", "_n_gpu"}
 
 
 def found(path: str) -> Any:

@@ -42,11 +42,11 @@ from pipeshard.trainer import PipelineTrainer, pipelined
 from pipeshard.trainer.refusals import refuse_precision
 from pipeshard.trainer.stand_ins import PipelineAccelerator
 from pipeshard.trainer.trainer import Loop
-from tests import zoo
+from tests import trainers, zoo
 from tests.house import PACKAGE
 from tests.pool import Pool
 from tests.trainer_features import BEGIN, END, FEATURES, LEAST, PAGE, verdict
-from tests.trainers import TASKS, differences, forget, launched, padded, run, run_pipeline, trainer
+from tests.trainers import TASKS, arguments, differences, forget, launched, logs, padded, run, run_pipeline, trainer
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
@@ -524,6 +524,19 @@ def test_mutations_of_an_evaluation_are_seen(pool: Pool, tmp_path: Path) -> None
 def of_one_replica(loop: Any, *args: Any, **options: Any) -> Any:
     loss, logits, labels = super(Loop, loop).prediction_step(*args, **options)
     return loss, logits[::2], labels[::2]
+
+
+def test_one_process_uses_one_of_its_gpus(tmp_path: Path) -> None:
+    """On a machine with several GPUs, transformers multiplied the batch size, and counted tokens for DataParallel."""
+    expected = run("causal", tmp_path, max_steps=2)
+    args = arguments(TASKS["causal"], tmp_path, max_steps=2)
+    args._n_gpu = 4
+    with mock.patch.object(trainers, "arguments", lambda *_, **__: args):
+        made = trainer("causal", tmp_path, {"pp_size": 1})
+    made.train()
+    made.evaluate()
+    assert args.n_gpu == 1 and args.train_batch_size == args.per_device_train_batch_size
+    assert differences(logs(made), expected, 3e-6) == []
 
 
 def test_an_evaluation_of_one_replica_s_part_is_refused(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class Loop(Evaluation):
         super().add_callback(callback)
 
     def create_accelerator_and_postprocess(self) -> None:
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # otherwise, Trainer's batches are those of DataParallel
         super().create_accelerator_and_postprocess()
         refuse_class(type(self))
         refuse(self.args, self.pipeline.config, type(self).__name__)
