@@ -174,6 +174,24 @@ def test_a_reference_on_meta_is_not_precomputed() -> None:
             pipelined(trl.DPOTrainer)(model, args=args, peft_config=adapters, pipeline=PipelinePlugin(1))
 
 
+class Preferring(trl.DPOTrainer):
+    """Has a constructor of its own, as users write one."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("is_precomputed", [False, True])
+def test_a_subclass_of_a_dpo_trainer_has_a_constructor_of_its_own(tmp_path: Path, is_precomputed: bool) -> None:
+    """Positional arguments were passed on under the names of its parameters, such as `args`: TypeError."""
+    config = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, precompute_ref_log_probs=is_precomputed)
+    rows, tokenizer = trls.data("dpo").select(range(4)), trls.tokenizer()
+    given = {"processing_class": tokenizer, "train_dataset": rows, "pipeline": PipelinePlugin(1)}
+    made = pipelined(Preferring)(zoo.build("llama"), zoo.build("llama", seed=1), config, **given)
+    assert len(made.train_dataset) == 4 and made.args is config
+    assert (tmp_path / "datasets" / "train_dataset").exists() == is_precomputed
+
+
 def replacing_adapters(folder: Path) -> None:
     model = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, folder)
     with launched():

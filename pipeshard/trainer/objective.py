@@ -11,7 +11,6 @@ model's stages without adapters) and added to the batch. compute_loss reads them
 """
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -420,15 +419,16 @@ class Preferences:
     ref_model: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs |= dict(zip(inspect.signature(super().__init__).parameters, args))
-        if getattr(kwargs.get("args"), "precompute_ref_log_probs", False):
-            for name in ("train_dataset", "eval_dataset"):
-                kwargs[name] = self._on_disk(kwargs.get(name), Path(kwargs["args"].output_dir) / "datasets" / name)
-        super().__init__(**kwargs)
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        config = next((one for one in given.values() if getattr(one, "precompute_ref_log_probs", False)), None)
+        if config is not None:
+            folder = Path(config.output_dir) / "datasets"
+            given = {name: self._on_disk(one, folder / str(name)) for name, one in given.items()}
+        super().__init__(*(given[k] for k in range(len(args))), **{name: given[name] for name in kwargs})
 
     def _on_disk(self, dataset: Any, folder: Path) -> Any:
         """Write an in-memory dataset to files that all ranks share, since TRL adds log-probabilities only on the first
-        rank. Returns the dataset loaded from these files. Any other dataset is returned unchanged."""
+        rank. Returns the dataset loaded from these files. Any other argument is returned unchanged."""
         from datasets import Dataset  # TRL requires datasets, but transformers does not
 
         if isinstance(dataset, dict):
