@@ -128,6 +128,10 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
     for strategy in STRATEGIES:
         if getattr(settings, strategy) is False:  # YAML reads no as False
             setattr(settings, strategy, "no")
+    for name in ("checkpointing", "checkpointing_kwargs"):  # transformers 5 prefers the name activation_...
+        if (value := getattr(settings, f"activation_{name}", None)) is not None:
+            setattr(settings, f"gradient_{name}", value)
+            setattr(settings, f"activation_{name}", None)
     settings.num_slices = str(settings.num_slices)  # YAML may contain a number
     if isinstance(settings.partition, str):  # YAML may contain a list
         settings.partition = cuts_of(settings.partition)

@@ -404,6 +404,21 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str)
     assert ended.exit_code == 1 and message in ended.output
 
 
+def test_the_two_names_of_checkpointing_are_one_setting(tmp_path: Path) -> None:
+    """transformers' new name turned recomputation off, but a plan still counted its memory, and slices were refused."""
+    if not hasattr(transformers.TrainingArguments, "activation_checkpointing"):
+        pytest.skip("transformers has only the old name")
+    with mock.patch("pipeshard.launch.main", return_value=0), mock.patch.dict(os.environ):
+        ended = said("sft", "--config", toy(tmp_path), "--activation_checkpointing=false", "--num_slices=2")
+    assert ended.exit_code == 0, ended.output
+    given = {"use_reentrant": False}
+    options = ["--activation_checkpointing=true", "--activation_checkpointing_kwargs", json.dumps(given)]
+    settings = recipe.read("sft", ["--gradient_checkpointing=false", *options, "--use_cpu", "--bf16=false"])
+    assert settings.gradient_checkpointing and settings.gradient_checkpointing_kwargs == given
+    settings.gradient_checkpointing = False  # as with recompute
+    assert not recipe.filled(recipe.of_trl("sft", "Config"), settings).activation_checkpointing
+
+
 def test_a_mapping_may_be_an_option(tmp_path: Path) -> None:
     """An option with a mapping, JSON as for TRL, ended in a traceback: on the ranks, or before they started."""
     mappings = {"dataset_kwargs": {"skip_prepare_dataset": False}, "model_init_kwargs": {"use_cache": False}}
