@@ -235,10 +235,13 @@ def test_a_subclass_of_the_pipeline_s_trainer_is_exact(pool: Pool, tmp_path: Pat
 
 
 class Multilabel(Trainer):
-    """Has several labels per sample, which the model itself cannot compute a loss from."""
+    """Has several labels per sample, which the model itself cannot compute a loss from. Uses what only BatchEncodings
+    have."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = nn.functional.one_hot(inputs.pop("labels"), 3).amax(1).float()
+        inputs = inputs.to(self.model.device)
+        labels = nn.functional.one_hot(inputs.labels, 3).amax(1).float()
+        del inputs["labels"]
         outputs = model(**inputs)
         loss = nn.functional.binary_cross_entropy_with_logits(outputs.logits, labels)
         return (loss, outputs) if return_outputs else loss
@@ -262,7 +265,8 @@ def with_several_labels(folder: str, plugin: dict[str, Any] | None, is_given: bo
 @pytest.mark.turns
 def test_a_tokenizer_s_batch_is_traced_without_the_labels_of_a_custom_loss(pool: Pool, tmp_path: Path) -> None:
     """A Trainer computed its own loss of multi-hot labels, with the default collator of a tokenizer (a BatchEncoding).
-    The trace passed the labels to the model, which failed on them: TraceError."""
+    The trace passed the labels to the model, which failed on them: TraceError. compute_loss received a dict in a step,
+    without the attributes of a BatchEncoding."""
     expected = with_several_labels(str(tmp_path), None)
     for is_given in (False, True):
         for found in pool.run(with_several_labels, 2, str(tmp_path), {"pp_size": 2}, is_given):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,7 @@ class Objective:
         self._trainer = weakref.ref(trainer)  # so that a trace of the loss does not enter the Trainer
         self.num_items: Any = None
         self.added: frozenset[str] = frozenset()  # the model inputs that compute_loss adds to the batch, or writes to
+        self._kind: Callable[[dict[str, Any]], Any] = dict  # the class of a batch, such as BatchEncoding
         self._kept: KeptState | None = None  # the state before the window
         self._random: dict[str, Any] = {}  # the generators' states after the last call of compute_loss
         self._failure: UsageError | None = None
@@ -111,6 +112,7 @@ class Objective:
         """A copy that is used only for trials."""
         made = Objective(self.trainer)
         made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
+        made._kind = self._kind
         made._sizes, made._reached = dict(self._sizes), self._reached
         made._gathering = self._gathering  # shared, since a trial shows that compute_loss gathers
         return made
@@ -150,11 +152,13 @@ class Objective:
         trainer, before = self.trainer, random_state()
         if self._kept is None or any(self._kept.changes()):
             self._kept = KeptState(trainer)
+        self._kind = cast(Any, type(inputs))  # its constructor takes a dict, as Trainer assumes
         given = tree_map_only(Tensor, torch.clone, dict(inputs))
         copies = {name: Written(tree_tensors(value)) for name, value in given.items()}
         try:
             with trainer.keeping_logs([]), as_if_held() as errors:
-                trainer.compute_loss(Asking(trainer.model), dict(given), num_items_in_batch=self.num_items)
+                batch = self._kind(dict(given))
+                trainer.compute_loss(Asking(trainer.model), batch, num_items_in_batch=self.num_items)
         except Called as called:
             written = {name for name, copy in copies.items() if copy.is_changed}
             self.added = frozenset(name for name in called.inputs if name not in inputs or name in written)
@@ -284,7 +288,7 @@ class Objective:
         given = {name.removeprefix(FOR_CRITERION): inputs[name] for name in inputs if name not in left_out}
         gathers = trainer.accelerator.gathers
         with outside:
-            loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
+            loss = trainer.compute_loss(answer, self._kind(given), num_items_in_batch=self.num_items)
         self._gathering.is_seen |= trainer.accelerator.gathers > gathers
         if not isinstance(loss, Tensor):
             raise UsageError(f"compute_loss of {type(trainer).__name__} returned a {type(loss).__name__}, not a tensor")
@@ -419,7 +423,7 @@ class Preferences:
     ref_model: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         config = next((one for one in given.values() if getattr(one, "precompute_ref_log_probs", False)), None)
         if config is not None:
             folder = Path(config.output_dir) / "datasets"
