@@ -87,7 +87,7 @@ class Engine:
     """Runs a model with a PipelinePlugin, without ColossalAI; its methods have Booster's names and arguments.
 
     Attributes:
-        plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and more.
+        plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `grid` and more.
         checkpoint_io: saves and loads checkpoints.
         model: the model that the last `boost` with an optimizer returned, or, without any optimizer, the last `boost`;
             None before the first call. Iterating over the engine yields this and the next four attributes.

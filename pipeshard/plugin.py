@@ -372,11 +372,5 @@ class PipelinePlugin:
         """
         return self._pipeline_of(model, "recording").recording()
 
-    @contextmanager
-    def measuring(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Context manager without effect, kept for compatibility: recordings always use GPU events on a GPU."""
-        self._pipeline_of(model, "measuring")
-        yield
-
 
 PipelinePlugin.__init__.__doc__ = PipelineConfig.__doc__  # for help(PipelinePlugin)

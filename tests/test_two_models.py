@@ -52,8 +52,7 @@ def teacher_and_student() -> list[str]:
     found = []
     for seed in range(2):
         for split, unsplit in pairs:
-            with plugin.measuring(split.model):
-                found += differences(split, unsplit, zoo.batch("llama-tied", rows=4, seed=seed), num_microbatches=2)
+            found += differences(split, unsplit, zoo.batch("llama-tied", rows=4, seed=seed), num_microbatches=2)
         (teacher, _), (student, unsplit_student) = pairs
         labels = teacher.evaluate(data, return_outputs="logits")["outputs"]
         chosen = [None if labels is None else labels.logits.argmax(-1)]
