@@ -8,7 +8,7 @@ Objects of the user's classes are nodes of the pytree. The classes need not be r
 
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -93,7 +93,8 @@ class OldEntry:
 
 
 class _Opened:
-    """A user's object or a mapping as a pytree node: its class, and the names and values of its content."""
+    """A user's object or a mapping as a pytree node: its class, and the names and values of its content. The names of
+    a sequence's items are their indices."""
 
     def __init__(self, kind: Any, content: Mapping[Any, Any], known: Mapping[int, Path]) -> None:
         self.kind, self.names = kind, tuple(content)
@@ -103,13 +104,18 @@ class _Opened:
 def _rebuilt_node(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any:
     """A new object or mapping of the node's class with these values."""
     kind, names = context
-    if issubclass(kind, Mapping):
-        return kind(dict(zip(names, values, strict=True)))
     if issubclass(kind, Size):
         return kind(values)
-    rebuilt = kind.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(rebuilt, name, value)
+    content = dict(zip(names, values, strict=True))
+    if issubclass(kind, Mapping):
+        return kind(content)
+    items = [value for name, value in content.items() if isinstance(name, int)]
+    rebuilt = tuple.__new__(kind, items) if issubclass(kind, tuple) else kind.__new__(kind)
+    if issubclass(kind, list):
+        list.extend(rebuilt, items)
+    for name, value in content.items():
+        if not isinstance(name, int):
+            object.__setattr__(rebuilt, name, value)
     return rebuilt
 
 
@@ -134,8 +140,9 @@ def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
         return _Opened(type(content), content, known)
     if isinstance(content, Size):
         return _Opened(type(content), dict(enumerate(content)), known)
-    if is_object(content) and not isinstance(content, nn.Module | type):
-        return _Opened(type(content), content_of(content, "attr"), known)
+    if is_object(content) and not isinstance(content, nn.Module | type | set | frozenset | deque):
+        items = dict(enumerate(content)) if isinstance(content, list | tuple) else {}
+        return _Opened(type(content), items | content_of(content, "attr"), known)
     return content
 
 

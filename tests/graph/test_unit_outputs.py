@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserDict, UserList, deque
 from typing import Any
 
 import pytest
@@ -136,6 +136,68 @@ def test_what_is_left_in_any_way_is_found_and_left_again() -> None:
     assert [float(t.sum()) for t in (x, unit.last, given[1], context.losses[0], unit.running)] == [2, 4, 6, 8, 2]
     assert unit.noted()[0] is x
     before.restore()
+
+
+class Losses(list):  # type: ignore[type-arg]
+    pass
+
+
+class Several(tuple):  # type: ignore[type-arg]
+    pass
+
+
+class Kept(UserList):  # type: ignore[type-arg]
+    pass
+
+
+class Latest(deque):  # type: ignore[type-arg]
+    pass
+
+
+class Returns(nn.Module):
+    """Returns, or leaves in an attribute, a loss in a collection."""
+
+    def __init__(self, kind: Any, is_left: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kind, self.is_left = kind, is_left
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        losses = self.kind([x.square().mean()])
+        losses.names = "square"
+        if self.is_left:
+            self.losses = losses
+        return x if self.is_left else (x, losses)
+
+
+class Sums(nn.Module):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Returns(*arguments) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        total = torch.zeros(())
+        for layer in self.layers:
+            x, losses = (layer(x), layer.losses) if layer.is_left else layer(x)
+            assert type(losses) is layer.kind and losses.names == "square"
+            total = total + sum(losses)
+        return {"loss": x.mean() + total}
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("kind", [Losses, Several, Kept])
+def test_the_items_of_a_user_s_collection_are_values(kind: Any, is_left: bool) -> None:
+    """An instance of a list's or tuple's subclass was empty on other stages: a sum of auxiliary losses was 0."""
+    flow = trace(Sums(kind, is_left), torch.zeros(2, 4))
+    assert flow.loss is not None and not flow.loss.hidden
+    assert {value.call for value in flow.loss.values} == {0, 1, 2}
+
+
+def test_a_collection_that_is_no_node_is_hidden() -> None:
+    """A deque's maximum length is no attribute."""
+    flow = trace(Sums(Latest, False), torch.zeros(2, 4))
+    assert flow.loss is not None and flow.loss.hidden == {0, 1, 2}
 
 
 def test_a_hook_that_changes_a_result_is_refused() -> None:
