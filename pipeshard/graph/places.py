@@ -36,6 +36,7 @@ NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 # The process's generators are not part of a model's state: Randomness seeds them.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
+FEW = 8  # arrays and tensors of more elements contain data rather than thresholds
 LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 
@@ -228,6 +229,21 @@ def numbers_in(function: FunctionType) -> Iterator[int | float]:
             yield constant
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def numbers_inside(value: Any) -> Iterator[float]:
+    """The numbers in a tuple, a frozenset, or an array or a tensor (other than a parameter) of a few elements."""
+    if isinstance(value, tuple | frozenset):
+        yield from (float(number) for number in value if is_number(number))
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= FEW:
+        yield from map(float, value.flat)
+    elif type(value) is Tensor and value.numel() <= FEW:
+        is_real = value.layout is torch.strided and not (value.is_meta or value.is_complex())
+        yield from map(float, value.flatten().tolist() if is_real else ())
+
+
 def is_generator(value: Any) -> bool:
     """Whether the value is a random generator, but not one of the process's default generators."""
     return isinstance(value, GENERATORS) and not any(value is other for other in OF_PROCESS)
@@ -369,4 +385,5 @@ def _may_change(value: Any) -> bool:
         return False
     if isinstance(value, FunctionType | type):
         return is_users(value.__module__)
-    return isinstance(value, (*PLAIN, *GENERATORS, Tensor, np.ndarray, ContextVar, *COLLECTIONS)) or is_object(value)
+    kinds = (*PLAIN, *GENERATORS, Tensor, np.ndarray, ContextVar, tuple, frozenset, *COLLECTIONS)
+    return isinstance(value, kinds) or is_object(value)

@@ -32,9 +32,11 @@ from pipeshard.graph.places import (
     content_of,
     entries_of,
     format_path,
+    is_number,
     is_same,
     names_in,
     numbers_in,
+    numbers_inside,
     put,
     put_content,
     slots,
@@ -143,12 +145,14 @@ class Snapshot:
 
     @functools.cached_property
     def thresholds(self) -> Thresholds:
-        """The numbers with which code may compare a float: numbers in the code of functions, and in places."""
+        """The numbers with which code may compare a float: numbers in the code of functions, in places, and inside
+        tuples, small arrays and small tensors."""
         functions = [value for value in self._seen.values() if isinstance(value, FunctionType)]
         contents = (holder.content for holder in self.holders)
         values = (value for held in contents for value in (held.values() if isinstance(held, dict) else held))
         in_code = {float(number) for function in functions for number in numbers_in(function)}
-        return Thresholds(in_code, Counter(float(value) for value in values if type(value) in (int, float)))
+        inside = (number for value in self._seen.values() for number in numbers_inside(value))
+        return Thresholds(in_code, Counter([*(float(value) for value in values if is_number(value)), *inside]))
 
     @property
     def reached(self) -> Iterable[Any]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -716,6 +716,60 @@ def test_which_changes_of_a_float_count() -> None:
     criterion.weights[1] = 0.0
     found.append(state())
     assert found == [0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 6]
+
+
+class Milestones(NamedTuple):
+    start: Any
+    end: float = 7.0
+
+
+MILESTONES = (0.3, 0.65)
+
+
+class Late:
+    """A criterion with a threshold in a collection or in an array."""
+
+    alpha = 0.0
+
+    def __init__(self, milestones: Any) -> None:
+        self.milestones = milestones
+
+    def __call__(self, loss: Tensor, batch: Any) -> Tensor:
+        return loss.sum() if self.alpha > min(self.milestones) else loss.mean()
+
+
+class LateByGlobal(Late):
+    def __init__(self, milestones: Any) -> None:
+        pass
+
+    def __call__(self, loss: Tensor, batch: Any) -> Tensor:
+        return loss.sum() if self.alpha > MILESTONES[0] else loss.mean()
+
+
+@pytest.mark.parametrize(
+    "milestones",
+    [
+        (0.3, 0.64),
+        Milestones(0.3),
+        ((0.3,), "a"),
+        MILESTONES,
+        frozenset([0.3]),
+        np.float64(0.3),
+        [np.float32(0.5), np.int64(1)],
+        np.array([0.3]),
+        torch.tensor(0.25 + 0.0625),
+        Milestones(torch.tensor([0.25 + 0.0625, 0.5])),
+    ],
+    ids=repr,
+)
+def test_a_threshold_inside_a_collection_or_an_array_counts(milestones: Any) -> None:
+    """A term of the loss that begins when a float passes such a number was averaged by the rule without this term."""
+    criterion = (LateByGlobal if milestones is MILESTONES else Late)(milestones)
+    flags, found = Flags(nn.Linear(1, 1), criterion), []
+    for criterion.alpha in (0.28, 0.29, 0.61, 0.62):
+        found.append(flags.number())
+        flags.stepped()
+    assert found == [0, 0, 1, 1]
 
 
 @pytest.mark.turns
