@@ -6,6 +6,7 @@ content can be listed, compared and replaced. A place is one entry of a holder, 
 this entry.
 """
 
+import dis
 import functools
 import inspect
 import random
@@ -39,6 +40,7 @@ OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
 FEW = 8  # arrays and tensors of more elements contain data rather than thresholds
 LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
+OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "LOAD_NAME")  # endings of the names of instructions that access a global
 
 
 class PathStep(NamedTuple):
@@ -216,6 +218,15 @@ def names_in(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
 
 
+@functools.lru_cache(maxsize=4096)
+def _globals_in(code: CodeType) -> tuple[str, ...]:
+    """The names in a function's code that it looks up in its globals, or all of its names if it calls `globals`."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _globals_in(const)]
+    own = [step.argval for step in dis.get_instructions(code) if step.opname.endswith(OF_GLOBALS)]
+    names = tuple(dict.fromkeys((*own, *inner)))
+    return names_in(code) if "globals" in names else names
+
+
 def numbers_in(function: FunctionType) -> Iterator[int | float]:
     """All numbers in a function's code, and in the default values of its arguments."""
     constants = deque[Any]([function.__defaults__, *(function.__kwdefaults__ or {}).values(), function.__code__])
@@ -367,12 +378,12 @@ def _value(cell: Any) -> Any:
 def _globals(function: Any) -> Iterator[str]:
     """The global names in a function's code whose values may change, and `module.name` for such names in the user's
     modules."""
-    space, names = function.__globals__, names_in(function.__code__)
-    for name in names:
+    space, code = function.__globals__, function.__code__
+    for name in _globals_in(code):
         if name in space and _may_change(space[name]):
             yield name
         elif isinstance(module := space.get(name), ModuleType) and is_users(module.__name__):
-            yield from (f"{name}.{inner}" for inner in names if _may_change(vars(module).get(inner, module)))
+            yield from (f"{name}.{inner}" for inner in names_in(code) if _may_change(vars(module).get(inner, module)))
 
 
 def _in_globals(function: Any, key: str) -> Any:

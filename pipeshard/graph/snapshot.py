@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,14 +54,14 @@ class Thresholds(NamedTuple):
     in_code: set[float]
     in_places: Counter[float]
 
+    def without(self, moved: Iterable[tuple[float, float]]) -> Self:
+        """These numbers without those at the places of `moved`."""
+        return self._replace(in_places=self.in_places - Counter(before for before, _ in moved))
+
     def lie_between(self, before: float, now: float) -> bool:
-        """Whether a comparison with one of these numbers may have another result for `now` than for `before`. One of
-        the places contains `before` itself."""
-        if before == now:
-            return False
-        others = (number for number, count in self.in_places.items() if number != before or count > 1)
+        """Whether a comparison with one of these numbers may have another result for `now` than for `before`."""
         least, most = min(before, now), max(before, now)
-        return any(least <= number <= most for number in itertools.chain(self.in_code, others))
+        return any(least <= number <= most for number in itertools.chain(self.in_code, self.in_places))
 
 
 class Change(NamedTuple):
@@ -369,7 +369,7 @@ class Flags:
             if (tensor._version, reads(tensor)) != (version, self.reads[number][id(tensor)])
             and not torch.equal(tensor, values[id(tensor)])
         )
-        return itertools.chain(state.replaced(functools.partial(_is_annealed, state, values)), others)
+        return itertools.chain(state.replaced(_Annealing(state, values)), others)
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
@@ -399,12 +399,41 @@ def _has_same_entries(before: Any, now: Any) -> bool:
     return all(map(is_same, before, now))
 
 
-def _is_annealed(state: Snapshot, values: Mapping[int, Tensor], before: Any, now: Any) -> bool:
-    if type(before) is type(now) is float:
-        return kind_of_number(before) == kind_of_number(now) and not state.thresholds.lie_between(before, now)
-    if id(before) in values and isinstance(now, Tensor) and not isinstance(now, nn.Parameter):
-        return _is_alike(before, now) and torch.equal(values[id(before)].to(now.device), now)
-    return _is_alike(before, now)
+class _Annealing:
+    """Compares values with those of a state. A float that has changed counts as equal if its kind is the same, and if
+    the results of comparisons are the same, also with other floats that have changed."""
+
+    def __init__(self, state: Snapshot, values: Mapping[int, Tensor]) -> None:
+        self.state, self.values = state, values
+
+    def __call__(self, before: Any, now: Any) -> bool:
+        if type(before) is type(now) is float:
+            return before == now or (kind_of_number(before) == kind_of_number(now) and self._keeps_order(before, now))
+        if id(before) in self.values and isinstance(now, Tensor) and not isinstance(now, nn.Parameter):
+            return _is_alike(before, now) and torch.equal(self.values[id(before)].to(now.device), now)
+        return _is_alike(before, now)
+
+    def _keeps_order(self, before: float, now: float) -> bool:
+        moved, others = self._moved
+        crossed = (_order(before, old) != _order(now, new) for old, new in moved)
+        return not others.lie_between(before, now) and not any(crossed)
+
+    @functools.cached_property
+    def _moved(self) -> tuple[list[tuple[float, float]], Thresholds]:
+        """All floats that have changed, as (before, now), and the other numbers with which code may compare a float."""
+        moved: list[tuple[float, float]] = []
+
+        def note(before: Any, now: Any) -> bool:
+            if type(before) is type(now) is float and before != now:
+                moved.append((before, now))
+            return True
+
+        deque(self.state.replaced(note), maxlen=0)
+        return moved, self.state.thresholds.without(moved)
+
+
+def _order(a: float, b: float) -> tuple[bool, bool]:
+    return a < b, a > b
 
 
 COUNTED = 64  # the largest integer that is compared by value

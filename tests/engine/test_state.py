@@ -772,6 +772,64 @@ def test_a_threshold_inside_a_collection_or_an_array_counts(milestones: Any) -> 
     assert found == [0, 0, 1, 1]
 
 
+class Pair:
+    """A criterion with two weights, of which one may be a threshold."""
+
+    def __init__(self) -> None:
+        self.a = self.b = 1.0
+
+    def __call__(self, loss: Tensor, batch: Any) -> Tensor:
+        return self.a * loss.mean() + self.b * loss.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("of_b", "expected"),
+    [
+        ((0.28, 0.3, 0.32, 0.34), [0, 0, 0, 0]),  # two equal weights
+        ((0.285, 0.305, 0.325, 0.345), [0, 0, 0, 0]),  # a larger one
+        ((0.28, 0.28, 0.28, 0.28), [0, 1, 1, 1]),  # passes a threshold
+        ((0.36, 0.35, 0.31, 0.3), [0, 0, 1, 1]),  # the two pass each other
+    ],
+)
+def test_floats_that_change_alike_pass_no_threshold(of_b: tuple[float, ...], expected: list[int]) -> None:
+    """Two weights of the same value were thresholds of each other: each step was traced and verified again."""
+    criterion, found = Pair(), []
+    flags = Flags(nn.Linear(1, 1), criterion)
+    for criterion.a, criterion.b in zip((0.28, 0.3, 0.32, 0.34), of_b, strict=True):
+        found.append(flags.number())
+        flags.stepped()
+    assert found == expected
+
+
+def mentions_loss(out: Any, batch: Any) -> Any:
+    return {"epoch": out.loss} if hasattr(out, "epoch") else out.loss
+
+
+def reads_epoch(out: Any, batch: Any) -> Any:
+    return [out.loss * epoch for _ in range(1)]  # noqa: F821
+
+
+def reads_globals(out: Any, batch: Any) -> Any:
+    return out.loss * globals()["epoch"]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "expected"), [(mentions_loss, [0, 0, 0]), (reads_epoch, [0, 1, 2]), (reads_globals, [0, 1, 2])]
+)
+def test_a_global_with_the_name_of_an_attribute_is_no_state(
+    monkeypatch: pytest.MonkeyPatch, criterion: Any, expected: list[int]
+) -> None:
+    """A script whose loop kept `loss` in a global, with a model that returned `out.loss`, traced again in each step."""
+    found = []
+    flags = Flags(nn.Linear(1, 1), criterion)
+    for epoch in range(3):
+        monkeypatch.setitem(globals(), "epoch", epoch)
+        monkeypatch.setitem(globals(), "loss", 1.0 / (epoch + 1))
+        found.append(flags.number())
+        flags.stepped()
+    assert found == expected
+
+
 @pytest.mark.turns
 def test_a_layer_that_moves_state_of_its_own_is_not_recomputed(pool: Pool) -> None:
     """A running maximum was moved again in the backward pass."""
