@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from pipeshard.errors import TraceError
 from pipeshard.graph.packages import is_library, is_users
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+OF_PYTHON = (type(None), bool, int, float, complex, str, bytes, range, slice)
+PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, np.number, np.bool_)
 PLAIN_OR_METHOD = (*PLAIN, MethodType)  # are compared with ==
 REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # dicts whose entries a module reads as attributes
 # Other attributes that torch keeps in modules. Hooks are walked, but their dicts are not compared: see `constants_of`.

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -407,7 +408,8 @@ class _Annealing:
         self.state, self.values = state, values
 
     def __call__(self, before: Any, now: Any) -> bool:
-        if type(before) is type(now) is float:
+        if _are_floats(before, now):
+            before, now = float(before), float(now)
             return before == now or (kind_of_number(before) == kind_of_number(now) and self._keeps_order(before, now))
         if id(before) in self.values and isinstance(now, Tensor) and not isinstance(now, nn.Parameter):
             return _is_alike(before, now) and torch.equal(self.values[id(before)].to(now.device), now)
@@ -424,12 +426,16 @@ class _Annealing:
         moved: list[tuple[float, float]] = []
 
         def note(before: Any, now: Any) -> bool:
-            if type(before) is type(now) is float and before != now:
-                moved.append((before, now))
+            if _are_floats(before, now) and before != now:
+                moved.append((float(before), float(now)))
             return True
 
         deque(self.state.replaced(note), maxlen=0)
         return moved, self.state.thresholds.without(moved)
+
+
+def _are_floats(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, float | np.floating)
 
 
 def _order(a: float, b: float) -> tuple[bool, bool]:

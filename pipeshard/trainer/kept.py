@@ -210,7 +210,7 @@ class ValueWriter:
     def place(self, path: Path, where: str) -> list[Any]:
         if _is_of_set(path, self.roots):
             raise _not_sent(where, frozenset)
-        if unknown := [step.key for step in path if not isinstance(step.key, PLAIN)]:
+        if unknown := [step.key for step in path if not _is_python(step.key)]:
             raise _not_sent(where, unknown[0])
         return [tuple(step) for step in path]
 
@@ -219,7 +219,7 @@ class ValueWriter:
         location `where`."""
         if value is MISSING:
             return ("missing",)
-        if isinstance(value, PLAIN) and not isinstance(value, range | slice):
+        if _is_python(value) and not isinstance(value, range | slice):
             return ("plain", value)
         if id(value) in self.known and not anew and not _is_of_set(self.known[id(value)], self.roots):
             return ("known", self.place(self.known[id(value)], where))
@@ -487,6 +487,11 @@ def _found(name: Any) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
+
+
+def _is_python(value: Any) -> bool:
+    """Whether a value is a plain value of Python or torch, and not one of numpy, of which only the bytes are sent."""
+    return isinstance(value, PLAIN) and not isinstance(value, np.generic)
 
 
 def _not_sent(where: str, value: Any) -> UsageError:

@@ -801,6 +801,18 @@ def test_floats_that_change_alike_pass_no_threshold(of_b: tuple[float, ...], exp
     assert found == expected
 
 
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32])
+def test_a_number_of_numpy_may_be_annealed(kind: Any) -> None:
+    """`np.interp` returns one, with which each step was traced and verified again."""
+    criterion, found = Pair(), []
+    flags = Flags(nn.Linear(1, 1), criterion)
+    for weight in (0.28, 0.3, 0.32, 0.9, 1.1):
+        criterion.a = kind(weight)
+        found.append(flags.number())
+        flags.stepped()
+    assert found == [0, 0, 0, 0, 1]
+
+
 def mentions_loss(out: Any, batch: Any) -> Any:
     return {"epoch": out.loss} if hasattr(out, "epoch") else out.loss
 

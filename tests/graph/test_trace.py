@@ -593,3 +593,36 @@ def test_lengths_that_are_rounded_to_many_positions_are_traced_again(model: nn.M
     flow = trace(model, data)
     is_affine = type(model) is Glued
     assert (flow.axes.deltas(read_batch(model, longer)) is not None) == is_affine
+
+
+class Strided(nn.Linear):
+    """Returns every n-th feature, and a number that depends on the batch's sizes."""
+
+    def __init__(self, stride: Any) -> None:
+        super().__init__(H, H)
+        self.stride = stride
+
+    def forward(self, x: Tensor, stride: Any = 1) -> Any:
+        x = super().forward(x)
+        return x[..., :: int(self.stride)], x[..., :: int(stride)], stride * self.stride * np.prod(x.shape)
+
+
+class Strides(nn.Module):
+    def __init__(self, strides: Any, of_calls: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Strided, strides))
+        self.of_calls = of_calls
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        results = [layer(x, stride) for layer, stride in zip(self.layers, self.of_calls, strict=True)]
+        return {"loss": sum(a.mean() + b.mean() for a, b, _ in results)}
+
+
+@pytest.mark.parametrize("strides", [([1, 2], [1, 1]), ([1, 1], [1, 2])])
+def test_layers_differ_by_a_number_of_numpy(strides: tuple[list[int], list[int]]) -> None:
+    """A second layer with another np.int64 got the shapes of the first, and its number was that of the traced sizes."""
+    flow = trace(Strides(*map(np.array, strides)), torch.zeros(2, H))
+    first, second = ([spec.shape for spec in call.leaves[:2]] for call in flow.calls)
+    assert first == [(2, H), (2, H)] and sorted(second) == [(2, H // 2), (2, H)]
+    assert [call.leaves[2] for call in flow.calls] == [2 * H, 4 * H]
+    assert flow.axes.deltas(_batch(torch.zeros(3, H))) is None
