@@ -326,7 +326,9 @@ class Kinds:
         """The leaves of the call's arguments for a visit on `device`, and the unit's parameters and buffers."""
         with disable_current_modes():
             inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
-            return inputs, blank_state(call.module, device, self.lent.get(call.unit))
+            state = blank_state(call.module, device, self.lent.get(call.unit))
+        taint.note_made(state.values())
+        return inputs, state
 
     def _spec(self, leaf: Any) -> Any:
         """The form in which a Kind keeps a visit's leaf: a TensorSpec for a tensor, glue's device for the meta device,

@@ -172,6 +172,9 @@ class Axes:
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)  # 0x4000: MAP_NORESERVE
 
 
+ANCHOR = torch.zeros((), device="cpu", requires_grad=True)  # the input of every _StandIn
+
+
 class _StandIn(torch.autograd.Function):
     """Non-leaf zeros that require grad, so that glue may write to them in place."""
 
@@ -197,7 +200,7 @@ def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
 def placeholder(spec: TensorSpec, device: torch.device) -> Tensor:
     """Zeros with the shape, dtype and requires_grad of `spec`."""
     if spec.requires_grad:
-        return _StandIn.apply(torch.zeros((), requires_grad=True), spec, device)
+        return _StandIn.apply(ANCHOR, spec, device)
     return _zeros(spec, device)
 
 

@@ -26,6 +26,7 @@ from pipeshard.errors import TraceError
 from pipeshard.graph.indices import check_indices
 from pipeshard.graph.nodes import reached
 from pipeshard.graph.question import Recipes
+from pipeshard.graph.shapes import ANCHOR
 from pipeshard.private import DispatchMode, OpOverload, functorch_unwrapped, tree_map_only
 
 
@@ -113,7 +114,7 @@ class Taint(DispatchMode):
         self.calls = 0  # the number of unit calls so far
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
-        self.made: set[int] = set()  # storages that operators have allocated
+        self.made = {storage_of(ANCHOR)}  # storages that operators, or the trace itself, have allocated
         self.homes: dict[int, Value] = {}  # storages that contain a Value itself, not a computed result
         self.nodes: dict[Node, frozenset[Value]] = {}  # by the grad_fn of a value or of its copy
         self.written: set[Value] = set()  # by glue
@@ -169,6 +170,12 @@ class Taint(DispatchMode):
             for target in mutated(func, args, kwargs):
                 self.write(target, tags)
         return result
+
+    def note_made(self, tensors: Iterable[Tensor]) -> None:
+        """Record tensors that the trace itself has created."""
+        for tensor in tensors:
+            self._alive.append(_address(tensor))
+            self.made.add(storage_of(tensor))
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was computed in this run, or belongs to the batch or the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import resource
 import time
 import weakref
@@ -626,3 +627,35 @@ def test_layers_differ_by_a_number_of_numpy(strides: tuple[list[int], list[int]]
     assert first == [(2, H), (2, H)] and sorted(second) == [(2, H // 2), (2, H)]
     assert [call.leaves[2] for call in flow.calls] == [2 * H, 4 * H]
     assert flow.axes.deltas(_batch(torch.zeros(3, H))) is None
+
+
+class Queued(nn.Linear):
+    """Passes an auxiliary loss on in an object that the trace cannot look into."""
+
+    def __init__(self, losses: Any) -> None:
+        super().__init__(H, H)
+        self.losses = losses
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.losses.put(x.square().mean())
+        return x
+
+
+class Queues(Glued):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__(layers)
+        self.losses: Any = queue.SimpleQueue()
+        self.layers = nn.ModuleList(Queued(self.losses) for _ in range(layers))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        output = super().forward(input_ids, labels)
+        while not self.losses.empty():
+            output["loss"] = output["loss"] + self.losses.get()
+        return output
+
+
+def test_a_loss_through_a_queue_does_not_train_parameters_of_the_criterion() -> None:
+    """The stand-ins of the layers' parameters were taken for parameters of the criterion."""
+    flows = [trace(Queues(), batch(), criterion) for criterion in (None, lambda output, batch: output["loss"])]
+    assert [flow.loss and flow.loss.hidden for flow in flows] == [{1, 2, 3}, {1, 2, 3}]
