@@ -19,6 +19,7 @@ from pipeshard.graph.shapes import Count, is_count
 from pipeshard.private import TreeSpec, tree_flatten, tree_unflatten
 
 FEW = 4  # larger sizes of a traced batch are lengths
+NO_VERSION = -1  # of a tensor that was made in inference mode: writes to this tensor are not counted
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class Recipes:
         return frozenset(path for path, tensor, version in self._tensors if tensor._version != version)
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-        self._results[output] = _Result(output._version, func, args, kwargs)
+        version = NO_VERSION if output.is_inference() else output._version
+        self._results[output] = _Result(version, func, args, kwargs)
 
     def note_made(self, inputs: Sequence[Tensor], output: Tensor) -> None:
         """Record a tensor that glue computed without random numbers, if all `inputs` were made from Python values."""
@@ -173,7 +175,7 @@ class Recipes:
         and from tensors that are the criterion's own (`is_own`). The values of other tensors may change from step to
         step, and so may a number that was read from them."""
         of_count = self._results.get(count) if isinstance(count, Tensor) else None
-        if of_count is None or of_count.version != count._version or self.is_unasked:
+        if of_count is None or self.is_unasked or not _has_version(count, of_count.version):
             return
         steps: list[Operator] = []
         is_known = self._follow(of_count.func, of_count.args, of_count.kwargs, steps, {})
@@ -199,7 +201,7 @@ class Recipes:
             result = self._results.get(leaf)
             if result is None:
                 return leaf  # a constant
-            is_good &= leaf._version == result.version and self._follow(
+            is_good &= _has_version(leaf, result.version) and self._follow(
                 result.func, result.args, result.kwargs, steps, known
             )
             known[id(leaf)] = len(steps) - 1
@@ -208,6 +210,11 @@ class Recipes:
         leaves, tree = tree_flatten((args, kwargs))
         steps.append(Operator(func, tuple(map(slot, leaves)), tree))
         return is_good
+
+
+def _has_version(tensor: Tensor, version: int) -> bool:
+    """Whether nothing has written to the tensor since it had this version. False if that is unknown."""
+    return version != NO_VERSION and tensor._version == version
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:

@@ -85,3 +85,29 @@ def test_what_cannot_be_told_for_other_sizes_is_for_the_traced_ones(
     for other in (batch(*sizes, padded) for sizes in SIZES for padded in (0, 1)):
         tensors = other.tensors.values()
         assert not fits(flow, other) or flow.questions[0].answer == is_needless(*tensors)
+
+
+class Teaching(nn.Module):
+    """Computes with the batch in inference mode, also in place, before the layers that it trains."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.teacher, self.layers = nn.ModuleList([nn.Linear(H, H)]), nn.ModuleList([nn.Linear(H, H)])
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            scaled = x / 2
+            if self.writes:
+                scaled.add_(1)
+            is_large = bool(scaled.mean() > 1)
+            features = self.teacher[0](scaled)
+        features = self.layers[0](features.clone())
+        return {"loss": features.square().mean() if is_large else features.mean()}
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_glue_may_compute_with_the_batch_in_inference_mode(writes: bool) -> None:
+    """The trace failed with "Inference tensors do not track version counter". Without it, writes cannot be noticed."""
+    flow = trace(Teaching(writes), torch.zeros(2, H))
+    assert flow.loss is not None and flow.watched == {"[0]"}
