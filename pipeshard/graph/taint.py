@@ -127,6 +127,8 @@ class Taint(DispatchMode):
         self.seen: set[str] = set()  # inputs in `consulted` that were read other than through a Question
         self.recalled: set[str] = set()  # places with kept tensors on which glue branches
         self.shaping: set[str] = set()  # inputs on whose exact values the Dataflow depends, such as sizes
+        self.rows = 0  # the number of samples in the traced batch
+        self.lengths: dict[str, int] = {}  # by input: the number of calls before glue has read one number a sample
         self.in_criterion = False
         self.shapes: dict[int, frozenset[str]] = {}  # by storage: inputs that determine shapes of the criterion
         self.met: set[Tag] = set()
@@ -285,6 +287,23 @@ class Taint(DispatchMode):
                 self.shapes[storage_of(output)] = self.shapes.get(storage_of(output), frozenset()) | paths
         if isinstance(result, list):  # Python code reads its length
             self.read_shape(result)
+
+    def read_values(self, tensor: Tensor, is_by_address: bool = False) -> None:
+        """Record that Python code reads a tensor's values, or only its address, other than through a Question."""
+        tags = self.of([tensor])
+        self.decide(tags)
+        self.read_shape([tensor])
+        self.recipes.note_read([tensor])
+        is_length = tensor.ndim < 2 and tensor.numel() in (1, self.rows) and not is_by_address
+        if is_length and self.inside is None and all(isinstance(tag, Input) for tag in tags):
+            for tag in tags:
+                self.lengths.setdefault(tag.path, self.calls)  # type: ignore[union-attr]
+
+    @property
+    def read_between(self) -> set[str]:
+        """The inputs from which glue has computed one number for each sample (a length), and has read these numbers
+        before a unit call: they may determine shapes."""
+        return {path for path, calls in self.lengths.items() if calls < self.calls}
 
     def read_shape(self, tensors: Iterable[Any]) -> None:
         """Record that Python code or a unit reads the shapes of these tensors."""

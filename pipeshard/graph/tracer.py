@@ -94,7 +94,7 @@ class Tracer:
         self.reset()
         batch = batch.copied(batch.paths)  # glue may write to the tensors
         self.taint = Taint(self.device, Recipes(self.device, batch, real))
-        self.taint.modules = self.apart
+        self.taint.modules, self.taint.rows = self.apart, batch.rows
         self.calls: list[Call] = []
         self.groups = CheckpointSpans()
         self.readers = Readers(self.units)
@@ -187,7 +187,8 @@ class Tracer:
         if used is not None:  # all later calls belong to the same autograd function
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
         small = {path for path, leaf in batch.tensors.items() if leaf.numel() <= SMALL * batch.rows}
-        watched = frozenset(taint.shaping | (small & (taint.seen | rewritten)) | batch.entries.keys())
+        shaping = taint.shaping | taint.read_between
+        watched = frozenset(shaping | (small & (taint.seen | rewritten)) | batch.entries.keys())
         return Dataflow(
             calls=tuple(self.calls),
             loss=used,
@@ -338,9 +339,7 @@ class Reading(TorchFunctionMode):
         elif func is Tensor.data_ptr and args[0].is_meta:
             raise RuntimeError("a tensor on meta has no address")
         elif func in self.READERS:
-            self.taint.decide(self.taint.of(args[:1]))
-            self.taint.read_shape(args[:1])
-            self.taint.recipes.note_read(args[:1])
+            self.taint.read_values(args[0], is_by_address=func is Tensor.data_ptr)
         elif self.taint.shapes and func in self.SIZES:
             self.taint.read_shape(args)
         elif func in self.BUILDERS or func in self.INDEXERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +112,29 @@ def test_glue_may_compute_with_the_batch_in_inference_mode(writes: bool) -> None
     """The trace failed with "Inference tensors do not track version counter". Without it, writes cannot be noticed."""
     flow = trace(Teaching(writes), torch.zeros(2, H))
     assert flow.loss is not None and flow.watched == {"[0]"}
+
+
+class Shortened(Masked):
+    """Leaves out the positions after the longest sample, before its layers or for its loss."""
+
+    def __init__(self, lengths: Callable[[Tensor], Any], is_late: bool) -> None:
+        super().__init__(lambda ids, mask: True)
+        self.lengths, self.is_late = lengths, is_late
+
+    def forward(self, input_ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        if not self.is_late:
+            x = x[:, : max(self.lengths(mask))]
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x[:, : max(self.lengths(mask))].square().mean()}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy])
+def test_lengths_that_glue_reads_as_a_list_are_for_the_traced_mask(
+    read: Callable[[Tensor], Any], is_late: bool
+) -> None:
+    """A batch whose longest sample is shorter was refused, since the trace was used for it."""
+    flow = trace(Shortened(lambda mask: read(mask.sum(1)), is_late), batch(3, 12))
+    assert flow.watched == (set() if is_late else {"mask"})
