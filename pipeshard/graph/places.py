@@ -13,7 +13,7 @@ import random
 import threading
 from argparse import Namespace
 from ast import literal_eval
-from collections import deque
+from collections import UserList, deque
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from contextvars import ContextVar
 from enum import Enum
@@ -34,13 +34,14 @@ REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # dicts whose e
 # Other attributes that torch keeps in modules. Hooks are walked, but their dicts are not compared: see `constants_of`.
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 OF_TORCH = frozenset(name for name in nn.Module().__dict__ if name[0] == "_") - REGISTERED
-NAMESPACES = (SimpleNamespace, Namespace, threading.local)
+NAMESPACES = (SimpleNamespace, Namespace, threading.local, UserList)
 # The process's generators are not part of a model's state: Randomness seeds them.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
 FEW = 8  # arrays and tensors of more elements contain data rather than thresholds
 LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
+BUILTIN = (dict, list, set, deque, bytearray)  # collections whose entries are not in attributes
 OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "LOAD_NAME")  # endings of the names of instructions that access a global
 
 
@@ -165,7 +166,10 @@ def ways_to_hold(value: Any) -> Iterator[str]:
         return
     if is_generator(value) or is_array(value) or _is_iterator(value) or isinstance(value, ContextVar):
         yield "state"
-    if isinstance(value, MutableMapping):
+    has_attributes = is_object(value) and (hasattr(value, "__dict__") or bool(slots(value)))
+    if isinstance(value, COLLECTIONS) and has_attributes and not isinstance(value, BUILTIN):
+        pass  # its entries are in its attributes; to read an entry may fail, as in configs with missing values
+    elif isinstance(value, MutableMapping):
         yield "item"
     elif isinstance(value, MutableSequence | MutableSet):  # also a deque
         yield "list"
@@ -178,7 +182,7 @@ def ways_to_hold(value: Any) -> Iterator[str]:
     if isinstance(value, nn.Module):
         if not isinstance(value, torch.jit.ScriptModule):
             yield "attr"
-    elif is_object(value) and (hasattr(value, "__dict__") or slots(value)):
+    elif has_attributes:
         yield "attr"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, UserList, deque
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -192,6 +193,54 @@ def test_the_items_of_a_user_s_collection_are_values(kind: Any, is_left: bool) -
     flow = trace(Sums(kind, is_left), torch.zeros(2, 4))
     assert flow.loss is not None and not flow.loss.hidden
     assert {value.call for value in flow.loss.values} == {0, 1, 2}
+
+
+class Config(MutableMapping):  # type: ignore[type-arg]
+    """A mapping of which some entries cannot be read, like those of omegaconf."""
+
+    def __init__(self) -> None:
+        self.content = {"width": 2, "folder": "???"}
+
+    def __getitem__(self, key: str) -> Any:
+        if self.content[key] == "???":
+            raise RuntimeError(f"missing value: {key}")
+        return self.content[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.content[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+class Appends(nn.Module):
+    def __init__(self, losses: Any) -> None:
+        super().__init__()
+        self.losses, self.config = losses, Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.append(x * self.config["width"])
+        self.config["width"] += 1
+        return x
+
+
+@pytest.mark.parametrize("kind", [list, Losses, UserList, Kept, Latest])
+def test_entries_of_a_collection_that_is_written_in_python_are_left_once(kind: Any) -> None:
+    """The entries and the attribute with these entries were places, so that an entry was appended twice; a mapping
+    with an entry that cannot be read ended `boost`."""
+    unit, x = Appends(kind([7])), torch.ones(2)
+    before = Snapshot({UNIT: unit, ARGUMENTS: ((x,), {})})
+    parts, leaves = parts_of(visited(unit, x))
+    before.restore()
+    assert list(unit.losses) == [7] and unit.config["width"] == 2
+    answer(unit, parts, leaves, ((x,), {}))
+    assert [float(torch.as_tensor(loss).sum()) for loss in unit.losses] == [7.0, 4.0] and unit.config["width"] == 3
 
 
 def test_a_collection_that_is_no_node_is_hidden() -> None:
