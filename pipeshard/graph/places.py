@@ -111,6 +111,8 @@ def put(holder: Any, how: str, key: Any, value: Any) -> None:
     """Set the entry `key` of `holder` to `value`, or delete the entry if `value` is MISSING."""
     if how == "state":
         _set_state(holder, value)
+    elif how == "cell" and value is MISSING:
+        del _cells(holder)[key].cell_contents
     elif how == "cell":
         _cells(holder)[key].cell_contents = value
     elif how == "class":

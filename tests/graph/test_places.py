@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -68,6 +69,19 @@ def test_all_that_has_changed_is_put_back() -> None:
     assert (state.both.here, state.both.beside) == (1, [1, 2])
     assert state.items == {None: [1], "a": {2}} and list(state.last) == [1, 2] and state.counts() == 1
     assert first == [float(draw(generator)) for draw, generator in zip(drawn, state.generators, strict=True)]
+
+
+def test_a_variable_that_was_not_assigned_is_put_back() -> None:
+    def assigned() -> Any:
+        nonlocal late
+        late = 1
+
+    before = Snapshot({"assigned": assigned})
+    assigned()
+    before.restore()
+    with pytest.raises(NameError):
+        _ = late  # noqa: F821
+    late = 2
 
 
 class Reader(nn.Module):
