@@ -154,7 +154,7 @@ class Preempted(TrainerCallback):
 
 
 def preempted(folder: str, pp_size: int) -> list[str]:
-    others = {**STEPS, "enable_jit_checkpoint": True, "gradient_accumulation_steps": 2}
+    others = {**STEPS, "enable_jit_checkpoint": True, "gradient_accumulation_steps": 2, "save_strategy": "no"}
     with launched():
         made = trainer("causal", folder, {"pp_size": pp_size}, **others)
         callback = Preempted()
@@ -169,12 +169,12 @@ def preempted(folder: str, pp_size: int) -> list[str]:
 
 @pytest.mark.skipif(not hasattr(TrainingArguments, "enable_jit_checkpoint"), reason="transformers 5 has it")
 @pytest.mark.turns
-@pytest.mark.parametrize(("pp_size", "step"), [(1, 3), (2, 4)])
-def test_ranks_save_together_after_a_signal_on_one(pool: Pool, tmp_path: Path, pp_size: int, step: int) -> None:
-    """enable_jit_checkpoint=True was refused, even for one process. Several ranks agree at the end of a step."""
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_ranks_save_together_after_a_signal_on_one(pool: Pool, tmp_path: Path, pp_size: int) -> None:
+    """enable_jit_checkpoint=True was refused, even for one process. transformers' own callback saves within a step."""
     options = {"gradient_accumulation_steps": 2}
     expected = run("causal", tmp_path / "whole", **STEPS | options)
-    assert pool.run(preempted, pp_size, str(tmp_path / "cut"), pp_size) == [[f"checkpoint-{step}"]] * pp_size
+    assert pool.run(preempted, pp_size, str(tmp_path / "cut"), pp_size) == [["checkpoint-4"]] * pp_size
     found = resumed(pool, "causal", tmp_path / "cut", pp_size, {"pp_size": pp_size}, **options)
     assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
 

@@ -7,6 +7,7 @@ so W is a list of matrix products. A large dW is never materialized: the product
 """
 
 import inspect
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.units import Interception
 from pipeshard.private import functorch_is_active, will_execute
 from pipeshard.replaced import replaced
+from pipeshard.split.packed import Packed
 
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
 LEAST_TRAINED = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
@@ -320,5 +322,7 @@ def defers(unit: nn.Module) -> bool:
     """Whether this unit defers dW of its linear layers. dW of few parameters takes little time, but its inputs (in each
     adapted layer, the input and the gradient of the result) would take memory until W."""
     parameters = set(unit.parameters())
+    unquantized = {m.weight: math.prod(m.whole_shape) for m in unit.modules() if isinstance(m, Packed)}
     trained = sum(parameter.numel() for parameter in parameters if is_trainable(parameter))
-    return trained > 0 and trained >= LEAST_TRAINED * sum(map(Tensor.numel, parameters))
+    count = sum(unquantized.get(parameter, parameter.numel()) for parameter in parameters)
+    return trained > 0 and trained >= LEAST_TRAINED * count

@@ -28,7 +28,7 @@ class Evaluation(Trainer):
     _own_stages: Callable[[], Stages]
     _stages: Stages | None = None
     _loader: Any = None  # the latest dataloader, whose samples are used for the trace
-    _prepared: Any = None  # the latest dataloader that accelerator.prepare has returned
+    _latest_loader: Any = None  # the latest dataloader that accelerator.prepare has returned
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -47,7 +47,7 @@ NOT_KEPT = frozenset(
     {"model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset"}
     | {"accelerator", "processing_class", "data_collator", "pipeline", "_stages", "_objective", "_loader", "_held"}
     | {"reward_funcs", "reward_processing_classes", "_buffered_inputs", "_num_items", "_left", "_unreported"}
-    | {"_prepared"}
+    | {"_latest_loader"}
 )
 TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)

@@ -40,7 +40,7 @@ REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among wh
 class Boosts(Protocol):
     """Turns models and optimizers into stages."""
 
-    _prepared: Any
+    _latest_loader: Any
 
     def boosted_model(self, model: nn.Module) -> Any: ...
 
@@ -110,7 +110,7 @@ class PipelineAccelerator(Accelerator):
         with replaced(self.dataloader_config, dispatch_batches=False):  # every rank reads its own batches
             loader: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
         setattr(loader, REPLICAS, self.num_processes)
-        self.trainer._prepared = loader
+        self.trainer._latest_loader = loader
         return loader
 
     def gather(self, tensor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Stopping: enable_jit_checkpoint on several ranks, which save and stop after the same step."""
+"""Stopping: enable_jit_checkpoint, with which all ranks save and stop after the same step."""
 
 from typing import Any
 
@@ -16,22 +16,31 @@ except ImportError:  # transformers 4
 
 class StopTogether(JITCheckpointCallback):
     """Saves and stops after a step in which any rank has received a termination signal. transformers' own callback
-    saves on each rank when the signal arrives there, which may be at different steps, also between a step's gradients
-    and its update."""
+    saves on each rank when the signal arrives there: ranks may save at different steps, and between a step's gradients
+    and its update, so that a resumed run would repeat the step with other random numbers."""
 
     def __init__(self, own: Any, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.trainer, self.jit_manager, self.group = own.trainer, own.jit_manager, group
+        self.is_stopping = False
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.is_stopping = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if gather(torch.tensor(int(self.jit_manager.is_checkpoint_requested)), self.group).any():
-            self.jit_manager.is_checkpoint_requested = False
+            self.jit_manager.is_checkpoint_requested, self.is_stopping = False, True
             control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # the evaluation would come before the save, and may take too long
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_stopping:
+            control.should_save = control.should_evaluate = False
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: other ranks may be at another point of the step."""
+        """Do nothing: other ranks may be at another point of the step."""
 
-    on_pre_optimizer_step = on_epoch_end = on_step_begin
+    on_pre_optimizer_step = on_step_begin
 
 
 def stop_together(trainer: Trainer, group: dist.ProcessGroup) -> None:

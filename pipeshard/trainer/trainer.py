@@ -85,7 +85,7 @@ class Loop(Evaluation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if getattr(self.args, "enable_jit_checkpoint", False) and self.pipeline.grid.size > 1:
+        if getattr(self.args, "enable_jit_checkpoint", False):
             stop_together(self, self.pipeline.grid.world)
         handler = self.callback_handler
         for callback in handler.callbacks:
@@ -450,12 +450,12 @@ class Front:
     def _noted(self, make: Callable[[], Any]) -> Any:
         """Record the dataloader, which the user's class may have created. Share the generators of train()'s first
         one."""
-        self._prepared = None
+        self._latest_loader = None
         loader = make()
         refuse_prepared(loader, "get_train_dataloader returns")
         # An object that chains several dataloaders has no dataset itself.
-        has_data = getattr(loader, "dataset", None) is not None or self._prepared is None
-        self._loader = loader if has_data else self._prepared
+        has_data = getattr(loader, "dataset", None) is not None or self._latest_loader is None
+        self._loader = loader if has_data else self._latest_loader
         if self._begins:
             self._begins = False
             self.share_generators(loader)  # type: ignore[attr-defined]
