@@ -146,9 +146,10 @@ class PipelineConfig:
             NonFiniteError, which names the stage and the parameter. With "fp16", gradients are not checked, since they
             may overflow.
         verify: prove, before the model is cut, that it trains the same when split: in the first process, all stages and
-            the unsplit model take two steps on samples of the batch that is used for tracing. "auto" does this for
-            models that docs/parity.md does not list, if the proof takes less than 5 seconds and less than a tenth of
-            the free memory. A large model is represented by a smaller copy. A difference raises VerificationError.
+            the unsplit model take two steps on samples of the batch that is used for tracing. With pp_size=1, the batch
+            in several microbatches is compared with the whole batch. "auto" does this for models that docs/parity.md
+            does not list, if the proof takes less than 5 seconds and less than a tenth of the free memory. A large
+            model is represented by a smaller copy. A difference raises VerificationError.
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
             instead of once per microbatch. Not supported with `compile`.
 

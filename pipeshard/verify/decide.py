@@ -48,6 +48,10 @@ LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
 SHARE = 0.1  # share of the free memory that verify="auto" may allocate
 COPIES = 6, 4  # copies of the parameters (models, gradients, Adam's state): per replica, and in addition to these
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
+ACROSS = (
+    "Every value that crosses a cut must be an argument or a result of a unit: change the forward at that point, or cut "
+    "elsewhere (partition=[...]). "
+)
 TELL_PERIOD = 1.0  # seconds between two signs of progress to the waiting ranks
 
 
@@ -106,12 +110,12 @@ def prove_at_boost(
     auto = config.verify == "auto" and not alone
     is_sliced, is_ragged = config.has_slices, config.is_ragged
     is_cut = is_sliced or is_ragged  # within samples
-    is_split = stages > 1 or is_cut or (config.num_microbatches != 1 and config.has_exact_loss)
-    if not alone and not (config.verify and is_split):
+    is_split = stages > 1 or is_cut or _has_microbatches(config, sample)
+    if not alone and not config.verify:
         return ""
-    known = auto and not is_cut and is_known(model, criterion, optimizer)
+    skips = not is_split or (auto and not is_cut and is_known(model, criterion, optimizer))
     # The first rank decides: a hook may exist on only one rank.
-    if int(gather(torch.tensor(int(known)), grid.world)[0]):
+    if not alone and int(gather(torch.tensor(int(skips)), grid.world)[0]):
         return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
@@ -158,7 +162,7 @@ def prove_at_boost(
 
     proof = _on_first(grid, work)
     name = type(model).__name__ + (f" (a copy with {proof.smaller})" if proof.smaller else "")
-    split = "split into stages" if stages > 1 else "split into microbatches"
+    split = "split into stages" if stages > 1 else "in slices" if is_sliced else "split into microbatches"
     if alone:
         raise Proven(proof, f"{name} in {stages} stages, {name_of(config.schedule)}")
     if proof.dependent:
@@ -181,13 +185,20 @@ def prove_at_boost(
         )
     if proof.kind == DIFFERENT:
         raise VerificationError(
-            f"{name} {split} does not match the unsplit model, so training is aborted: {proof.reason}. Every value "
-            "that crosses a cut must be an argument or a result of a unit: change the forward at that point, or cut "
-            "elsewhere (partition=[...]). PipelinePlugin(verify=False) skips this check"
+            f"{name} {split} does not match the unsplit model, so training is aborted: {proof.reason}. "
+            + (ACROSS if stages > 1 else "")
+            + "PipelinePlugin(verify=False) skips this check"
         )
     if grid.first:
         _say(proof, name, split, is_asked=config.verify is True)
     return proof.padding
+
+
+def _has_microbatches(config: PipelineConfig, batch: Batch) -> bool:
+    """Whether the loss of this batch combines several microbatches."""
+    size = config.microbatch_size
+    count = config.num_microbatches if size is None else -(-batch.rows // size)
+    return count != 1 and config.has_exact_loss
 
 
 def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:

@@ -512,7 +512,8 @@ def test_microbatches_of_one_stage_are_compared_with_the_batch(pool: Pool, verif
     """With one stage there was no proof, so a layer that mixes samples trained on the loss of other samples."""
     (message,) = pool.run_expecting(VerificationError, boosted, 1, make=centred, p=1, verify=verify)
     assert "num_microbatches=1" in message and "in the input or result of unit layers.0" in message
-    for remedy in ({"num_microbatches": 1}, {"loss_reduction": "microbatch"}, {"verify": False}):
+    whole = {"num_microbatches": None, "microbatch_size": len(words()["ids"])}
+    for remedy in ({"num_microbatches": 1}, whole, {"loss_reduction": "microbatch"}, {"verify": False}):
         assert pool.run(boosted, 1, make=centred, p=1, **{"verify": verify} | remedy) == [[]]
     ((said,),) = pool.run(boosted, 1, make=noisy, p=1, verify=True)
     assert said.startswith("Net split into microbatches was verified") and "Not compared: the whole batch" in said
