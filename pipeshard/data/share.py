@@ -109,7 +109,8 @@ class SharedSampler(Sampler[Any]):
                 f"{self.skip - 1} differs. The loader restores the state that the samplers had at the start of the "
                 "epoch (their state_dict or, without one, their changed attributes with plain values), and then omits "
                 "the entries that were read: the state must determine the order of a whole epoch, and must not be a "
-                "position in it. Correct state_dict, or pass dataloader=None to continue in a new order"
+                "position in it. Correct state_dict. If the order depends on losses of the same epoch, save between "
+                "epochs. To continue in a new order, pass dataloader=None"
             )
         for number, entry in enumerate(entries, self.skip + 1):
             if number % step == 0 and is_plain(entry):

@@ -49,8 +49,8 @@ SHARE = 0.1  # share of the free memory that verify="auto" may allocate
 COPIES = 6, 4  # copies of the parameters (models, gradients, Adam's state): per replica, and in addition to these
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 ACROSS = (
-    "Every value that crosses a cut must be an argument or a result of a unit: change the forward at that point, or cut "
-    "elsewhere (partition=[...]). "
+    "Every value that crosses a cut must be an argument or a result of a unit: change the forward at that point, or "
+    "cut elsewhere (partition=[...]). "
 )
 TELL_PERIOD = 1.0  # seconds between two signs of progress to the waiting ranks
 
