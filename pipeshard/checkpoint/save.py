@@ -175,16 +175,19 @@ class FolderSave(Save):
         if not self.is_single:
             (self.target / SINGLE).unlink(missing_ok=True)  # readers prefer this file to the index
         # The checkpoint is complete. An error would make the stages abandon it, so errors are only logged from here on.
+        errors = []
         for clean in (partial(sync, self.target), *(partial(remove, path) for path in leftovers)):
             try:
                 clean()
             except OSError as error:
-                logger.warning(
-                    "%s contains the complete new checkpoint, but could not be synced to disk, or still contains files "
-                    "of earlier saves (%s). The next save tries again",
-                    self.target,
-                    summary(error),
-                )
+                errors.append(error)
+        if errors:
+            logger.warning(
+                "%s contains the complete new checkpoint, but could not be synced to disk, or still contains files "
+                "of earlier saves (%s). The next save tries again",
+                self.target,
+                "; ".join(map(summary, errors[:3])),
+            )
 
     def abandon(self) -> None:
         """Remove the files that this stage has written."""
