@@ -202,6 +202,18 @@ def test_engine_and_hooks_tell_what_they_do() -> None:
         assert private.saved_tensors_hooks(False) is not None
 
 
+def test_a_hook_knows_its_node_and_whether_checkpoints_may_run() -> None:
+    leaf, found = torch.ones(1, requires_grad=True), list[tuple[bool, bool]]()
+    tensor = leaf.square()
+    node = tensor.grad_fn
+    tensor.register_hook(lambda _: found.append((private.current_node() is node, private.allows_checkpoints())))
+    tensor.sum().backward(retain_graph=True)
+    tensor.sum().backward(inputs=[leaf], retain_graph=True)
+    torch.autograd.grad(tensor.sum(), tensor, retain_graph=True)
+    torch.autograd.grad(tensor.sum(), leaf)
+    assert found == [(True, True), (True, False), (True, True), (True, False)]
+
+
 def test_trees_come_back() -> None:
     tree = {"a": [1, (2, None)], "b": 3}
     leaves, spec = private.tree_flatten(tree)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import classify
 import pipeshard
@@ -317,6 +318,41 @@ def test_a_plain_model_returns_a_parameter_and_is_penalized_by_its_gradients(
     """A hook of boost on the returned parameter was refused as the user's, and `torch.autograd.grad` raised that
     loss.backward() would not sum over replicas, although it accumulates nothing."""
     assert max(pool.run(with_penalty, world, precision)) < error
+
+
+class Adapted(Player):
+    """Its only trained layer is in a reentrant checkpoint, as the adapters of LoRA are."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.head.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden: torch.Tensor = checkpoint(self.body, x.clone().requires_grad_(), use_reentrant=True)
+        out = self.head(hidden)
+        return {"loss": out.square().mean(), "out": out, "hidden": hidden}
+
+
+def backward_of_adapted(precision: str) -> None:
+    options = {"precision": precision, "verify": False, "dry_run_input": {"x": torch.randn(4, 8)}}
+    booster, model = Booster(plugin=PipelinePlugin(1, num_microbatches=1, **options)), Adapted()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.body.parameters(), lr=0.5))
+    outputs = boosted(x=torch.randn(4, 8))
+    for output in (outputs["out"], outputs["hidden"]):
+        (slopes,) = torch.autograd.grad(outputs["out"].sum(), output, retain_graph=True)
+        assert slopes.shape == output.shape
+    with pytest.raises(UsageError, match=r"call booster\.backward"):
+        outputs["out"].sum().backward()
+    booster.backward(boosted(x=torch.randn(4, 8))["loss"], optimizer)
+    assert all(parameter.grad is not None for parameter in optimizer.parameters)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("precision", "world"), [("fp32", 2), ("fp16", 1)])
+def test_a_backward_that_runs_reentrant_checkpoints_is_refused(pool: Pool, precision: str, world: int) -> None:
+    """The parameters of such checkpoints are in no graph yet, so loss.backward() of replicas passed as a pass that adds
+    to no gradient."""
+    pool.run(backward_of_adapted, world, precision)
 
 
 def of_two_precisions(first: str, second: str) -> tuple[list[Any], list[Any], Booster]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from pipeshard.batch.read import read_batch
@@ -15,8 +16,9 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.mixed_precision import filled_like
 from pipeshard.errors import UsageError
 from pipeshard.ghost import Refused, guard
+from pipeshard.graph.nodes import nodes_from
 from pipeshard.hf import CONTINUOUS
-from pipeshard.private import tree_tensors, will_execute
+from pipeshard.private import allows_checkpoints, current_node, tree_tensors, will_execute
 from pipeshard.replaced import replaced
 
 
@@ -111,12 +113,18 @@ class Whole:
 
 def accumulates(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether the running backward pass adds to the gradient of one of these parameters. `torch.autograd.grad` only
-    returns gradients."""
-    for parameter in parameters:
+    returns gradients. Call it in a hook of a tensor."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
         with suppress(RuntimeError):  # autograd.grad with respect to this parameter
-            if parameter.requires_grad and will_execute(get_gradient_edge(parameter).node):
+            if will_execute(get_gradient_edge(parameter).node):
                 return True
-    return False
+    if not (trained and allows_checkpoints()):
+        return False
+    # A custom function may run a backward pass of its own, as a reentrant checkpoint does.
+    functions = (node for node in nodes_from([current_node()]) if isinstance(node, BackwardCFunction))
+    following = (node for each in functions for node, _ in each.next_functions if node is not None)
+    return any(map(will_execute, following))
 
 
 # Attributes that identify a wrapper: the wrapper reads them before it wraps a model.
