@@ -263,6 +263,11 @@ def adds_noise(model: Any, optimizer: Any) -> None:
         gradient.add_(torch.randn_like(gradient), alpha=0.01)
 
 
+def adds_noise_to_two(model: Any, optimizer: Any) -> None:
+    for gradient in gradients(of_optimizer(optimizer))[:2]:
+        gradient.add_(torch.randn_like(gradient), alpha=0.01)
+
+
 def adds_noise_to_data(model: Any, optimizer: Any) -> None:
     for gradient in gradients(of_optimizer(optimizer)):
         gradient.data.add_(torch.randn_like(gradient), alpha=0.01)
@@ -306,9 +311,9 @@ def noisy_by_name() -> list[str]:
 @pytest.mark.turns
 def test_noise_that_is_drawn_in_turn_is_refused(pool: Pool) -> None:
     """Both stages drew the same numbers for other parameters, and the copies of a tied weight got different ones.
-    Noise that was added to `grad.data` was not seen."""
+    Noise that was added to `grad.data`, or to two parameters of a stage, was not seen."""
     for in_hook in (False, True):
-        for adds in (adds_noise, adds_noise_to_data):
+        for adds in (adds_noise, adds_noise_to_data, adds_noise_to_two):
             pool.run(noisy, 2, in_hook, adds, timeout=120)
     assert pool.run(noisy_by_name, 2, timeout=120) == [[], []]
 

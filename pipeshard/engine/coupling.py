@@ -121,11 +121,11 @@ class Coupling:
             for tag in tags:
                 if isinstance(tag, Number):
                     self._updates.numbered.setdefault(name, set()).add(tag.value)
-        self._updates.found = self._updates.found or self._drawn_in(self._places(), DRAWN)
-        self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), NOISY)
+        self._updates.found = self._updates.found or self._drawn_in(self._values(), "{name}")
+        self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
 
-    def _drawn_in(self, places: Iterable[tuple[str, Tensor]], message: str) -> str:
-        """The message, if the loop has written random numbers of one generator to several of these tensors, but not to
+    def _drawn_in(self, places: Iterable[tuple[str, Tensor]], changed: str) -> str:
+        """A message, if the loop has written random numbers of one generator to several of these tensors, but not to
         those of another rank, otherwise ""."""
         drawn: dict[Stream, set[str]] = {}
         for name, tensor in places:
@@ -133,8 +133,9 @@ class Coupling:
                 if isinstance(tag, Stream):
                     drawn.setdefault(tag, set()).add(name)
         rank = self._grid.named(self._grid.mesh.rank)
-        rests = ((min(names), self._rest(names)) for names in drawn.values())
-        return next((message.format(name=name, rank=rank, rest=rest) for name, rest in rests if rest), "")
+        rests = ((min(names), self._rest(names, least=2)) for names in drawn.values())
+        found = ((changed.format(name=name), rest) for name, rest in rests if rest)
+        return next((DRAWN.format(changed=tensor, rank=rank, rest=rest) for tensor, rest in found), "")
 
     @property
     def _optimizers(self) -> Iterable[Any]:
@@ -142,9 +143,12 @@ class Coupling:
 
     def _places(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (parameter name, tensor) for each parameter, master weight, gradient and optimizer state."""
+        yield from self._gradients()
+        yield from self._values()
+
+    def _values(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self._weights.items():
             yield from ((name, parameter) for parameter in (weight.parameter, weight.master))
-        yield from self._gradients()
         for optimizer in self._optimizers:
             for parameter, name in optimizer.names.items():
                 yield from ((name, kept) for kept in tensors_in(optimizer.optim.state.get(parameter, {}).values()))
@@ -155,13 +159,13 @@ class Coupling:
                 if (gradient := stored_grad(parameter)) is not None:
                     yield name, gradient
 
-    def _rest(self, names: set[str]) -> str | None:
+    def _rest(self, names: set[str], least: int = 3) -> str | None:
         """The name of a parameter on another rank that the loop missed when it combined the parameters `names`, or
         None. If `names` contains all of this rank's parameters (and at least two), any parameter of another rank counts
         as missed. Otherwise, only parameters in the common module of `names` count, and `names` must contain at least
-        three names."""
+        `least` names."""
         is_all = names >= self._held
-        if len(names) < 3 - is_all:
+        if len(names) < (2 if is_all else least):
             return None
         module = "" if is_all else commonpath(name.replace(".", "/") for name in names).replace("/", ".")
         rest = (name for name in self._elsewhere - names if f"{name}.".startswith(f"{module}." if module else ""))
@@ -279,16 +283,9 @@ COUPLED = (
     f"process. {REMEDY}"
 )
 DRAWN = (
-    "The training loop changed {name} on {rank} with random numbers that it generates for one parameter after another, "
-    "but not for {rest}, which another rank holds. The numbers therefore differ from those of a single process. "
-    "Create a torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
-)
-
-NOISY = (
-    "gradients, such as that of {name}, were modified between execute_pipeline and the update on {rank} with generated "
-    "random numbers, for one parameter after another. Each rank generates random numbers only for its own parameters, "
-    "not for {rest}, so the numbers differ from those of a single process. Use a separate "
-    "torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
+    "The training loop changed {changed} on {rank} with generated random numbers, for one parameter after another, but "
+    "not for {rest}, which another rank holds. The numbers therefore differ from those of a single process. Use a "
+    "separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
 )
 
 
