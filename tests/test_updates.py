@@ -444,6 +444,27 @@ def test_factors_of_16_bit_gradients_are_compared(pool: Pool) -> None:
     assert pool.run(in_16_bits, 2, thirds, timeout=120) == [6, 6]
 
 
+def nearly_alike(is_coarse: bool) -> list[str]:
+    """What is told of factors that differ by 0.2 % between the stages."""
+    told = listening()
+    with mock.patch("tests.hunt.loops.Net", In16Bits if is_coarse else Net):
+        sides = Sides({}, sgd, verify=False)
+    for step in range(4):
+        sides.split_loss(sides.batches(step))
+        for gradient in gradients(of_optimizer(sides.optimizer)):
+            gradient.mul_(0.5 + 0.001 * dist.get_rank())
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+    return [text for text in told if "different factors: 0.5 on rank 0" in text]
+
+
+@pytest.mark.turns
+def test_only_factors_of_coarse_gradients_may_differ_by_rounding(pool: Pool) -> None:
+    """Factors of gradients in fp32 that differed by less than bf16 rounds passed as one."""
+    assert any(pool.run(nearly_alike, 2, False, timeout=120))
+    assert not any(pool.run(nearly_alike, 2, True, timeout=120))
+
+
 def of_rank(model: nn.Module, optimizer: Any) -> float:
     return float(torch.stack([gradient.norm() for gradient in gradients(model.parameters())]).norm())
 

@@ -35,7 +35,8 @@ ONE = 2**32  # the integer that is sent for a factor of 1
 OTHER = -1  # the integer that is sent for a missing factor
 LARGEST = 2.0**20  # only smaller factors are compared
 TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
-CLOSE, NEAR, ALIKE = 1e-6, 1e-3, 4e-3  # tolerated relative differences of options, of norms, and of factors
+CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors and norms
+COARSE = 4e-3  # the same of factors of gradients whose values are rounded by more than NEAR (bf16)
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -64,6 +65,7 @@ class Told(NamedTuple):
         dropped: whether the gradients of the last step were cleared, at each update since then and now.
         is_graded: whether the last step has computed gradients on the rank.
         noise: a description of gradients that the loop has changed with random numbers, or "".
+        tolerance: the relative difference between equal factors that is due to the gradients' dtype.
     """
 
     used: dict[str, dict[str, Any]]
@@ -76,6 +78,7 @@ class Told(NamedTuple):
     dropped: tuple[bool, ...]
     is_graded: bool
     noise: str
+    tolerance: float
 
 
 class Snapshot:
@@ -102,7 +105,12 @@ class Snapshot:
             return None
         before = torch.cat([values.double().cpu() for values in self._values])
         after = torch.cat([_some(parameter).double().cpu() for parameter in self._sampled])
-        return _factor(before, after, max(torch.finfo(values.dtype).eps for values in self._values))
+        return _factor(before, after, self.rounding)
+
+    @property
+    def rounding(self) -> float:
+        """The largest relative error of the sampled values."""
+        return max((torch.finfo(values.dtype).eps for values in self._values), default=0.0)
 
 
 def _some(parameter: Tensor) -> Tensor:
@@ -116,7 +124,7 @@ def _factor(before: Tensor, after: Tensor, rounding: float) -> float | None:
     none. The values have a relative error of up to `rounding`; None if there are too few to average out this error."""
     ratios = (after / before)[before != 0]
     factor = float(ratios.mean())
-    if not 0.0 < factor < LARGEST or rounding / math.sqrt(len(ratios)) > ALIKE / 4:
+    if not 0.0 < factor < LARGEST or rounding / math.sqrt(len(ratios)) > COARSE / 4:
         return None
     expected = before * factor
     fits = ((after - expected).abs() <= max(NEAR, rounding) * expected.abs()).all()
@@ -150,6 +158,7 @@ class Updates:
         self._factor: float | None = 1.0  # of the gradients since the last update
         self._told: float | None = 1.0  # the factor of the last update
         self._before: float | None = None  # the latest factor other than 1 in earlier updates
+        self._tolerance = NEAR  # of factors: that of the coarsest gradients that a loop or a hook has changed so far
         self._stepped: Any = ()  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
         self._warned = self._has_found = self._has_told = False
@@ -197,7 +206,7 @@ class Updates:
             return
         self._note(self._given)
         self._given = None
-        if _is_scaled(self._told):
+        if _is_scaled(self._told, self._tolerance):
             self._before = self._told
         self._told = self._factor if has_gradients else None  # a frozen stage has no gradients
         self._factor = 1.0
@@ -206,7 +215,7 @@ class Updates:
         is_first = self.is_compared
         self.count += 1
         if is_first:
-            self.compare(_norm(parameters) if _is_scaled(self._told) else None)
+            self.compare(_norm(parameters) if _is_scaled(self._told, self._tolerance) else None)
 
     def _note(self, since: Snapshot | None) -> None:
         drawn, self.drawn = self.drawn, ""
@@ -214,6 +223,8 @@ class Updates:
             return
         self._samples = True
         factor = since.factor()
+        if since.rounding > NEAR:
+            self._tolerance = COARSE
         if factor is None:
             self._noise = self._noise or drawn
         self._factor = None if factor is None or self._factor is None else self._factor * factor
@@ -250,7 +261,7 @@ class Updates:
         """Raise UsageError on every rank if the ranks' updates differ from a single device's update, or warn if they
         may differ. `norm` is the norm of this rank's gradients. Call it on all ranks."""
         used, now = self._by_group(self._stepped), self._by_group(self._options())
-        found = self.found, self._numbers, self._drops, bool(self._graded), self._noise
+        found = self.found, self._numbers, self._drops, bool(self._graded), self._noise, self._tolerance
         own = used, now, self._told, self._before, norm, *found
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
         self._noise = ""
@@ -259,7 +270,7 @@ class Updates:
                 raise UsageError(problem)
         if noise := next((each.noise for each in told if each.noise), ""):
             raise UsageError(noise)
-        differ = not alike([each.factor for each in told])
+        differ = not alike([each.factor for each in told], _tolerance(told))
         if differ and _is_of_a_norm(told):
             raise UsageError(f"{_shown(told, self.grid.named)}, {SCALED}")
         self._warn_of(told)
@@ -384,29 +395,35 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
     )
 
 
-def alike(factors: Iterable[float | None], tolerance: float = ALIKE) -> bool:
+def alike(factors: Iterable[float | None], tolerance: float = NEAR) -> bool:
     """Whether these factors are equal up to rounding. None (no factor) is ignored."""
     known = [factor for factor in factors if factor is not None]
     return not known or max(known) - min(known) <= tolerance * max(known)
 
 
 def has_one_factor(numbers: Iterable[int]) -> bool:
-    """`alike` for factors in their serialized form."""
+    """`alike` for factors in their serialized form. If it is False, `Updates.compare` decides, which knows the
+    gradients' dtype."""
     return alike(number / ONE for number in numbers if number != OTHER)
+
+
+def _tolerance(told: Iterable[Told]) -> float:
+    return max(each.tolerance for each in told)
 
 
 def _is_of_a_norm(told: Sequence[Told]) -> bool:
     """Whether factors that differ between ranks were computed from gradients. Constant factors would neither change
     between updates nor result in the same gradient norm on several ranks."""
-    if any(_is_scaled(each.factor) and not alike([each.factor, each.before]) for each in told):
+    tolerance = _tolerance(told)
+    if any(_is_scaled(each.factor, tolerance) and not alike([each.factor, each.before], tolerance) for each in told):
         return True
     measured = [each for each in told if each.norm is not None]
-    is_one_norm = alike([each.norm for each in measured], NEAR)
-    return is_one_norm and not alike([each.factor for each in measured])
+    is_one_norm = alike([each.norm for each in measured])
+    return is_one_norm and not alike([each.factor for each in measured], tolerance)
 
 
-def _is_scaled(factor: float | None) -> bool:
-    return factor is not None and not alike([factor, 1.0])
+def _is_scaled(factor: float | None, tolerance: float) -> bool:
+    return factor is not None and not alike([factor, 1.0], tolerance)
 
 
 def _shown(told: Sequence[Told], named: Any) -> str:
