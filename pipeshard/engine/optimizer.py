@@ -510,12 +510,15 @@ def give_hooks(optim: Optimizer) -> None:
         return
 
     @functools.wraps(step)  # with the attribute by which an LR scheduler knows the step that it has replaced
-    def of_class(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
-    hooked: Any = Optimizer.profile_hook_step(of_class)
+    is_of_class = getattr(step, "__self__", None) is optim
+    hooked: Any = Optimizer.profile_hook_step(step.__func__ if is_of_class else replacement)
     hooked.hooked = True
-    optim.step = MethodType(hooked, optim)  # type: ignore[method-assign]
+    bound: Any = functools.update_wrapper(weak(MethodType(hooked, optim)), hooked)
+    bound.__func__ = hooked  # for an LR scheduler, which replaces this step later
+    optim.step = bound  # type: ignore[method-assign]
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:

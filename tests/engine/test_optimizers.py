@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import nn
 from pipeshard import PipelinePlugin, Policy
 from pipeshard.distributed.collectives import whole
 from pipeshard.engine.groups import replace_parameters
+from pipeshard.engine.optimizer import give_hooks
 from pipeshard.errors import ConfigurationError
 from tests import zoo
 from tests.hunt.loops import Sides
@@ -181,6 +184,30 @@ def test_an_optimizer_that_does_not_call_its_base_class_has_hooks(pool: Pool, ho
     """Boost raised TypeError or AttributeError for lack of torch's ordered dicts of hooks; with these, the step called
     no hooks, so no update was counted or compared."""
     assert pool.run(hooks_of, 2, hooks, has_scheduler) == [(4, []), (4, [])]
+
+
+def test_an_optimizer_that_got_hooks_is_freed_at_once() -> None:
+    """The step that boost gave such an optimizer referenced it, so its states stayed until Python's collector ran."""
+
+    class Plain(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.param_groups, self.defaults, self.state, self.steps = [], {}, defaultdict(dict), 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.steps += 1
+
+    optimizer, called = Plain(), list[Any]()
+    give_hooks(optimizer)
+    optimizer.register_step_pre_hook(lambda each, *_: called.append(type(each)))
+    optimizer.step()
+    assert optimizer.steps == 1 and called == [Plain]
+    reference = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 class Bare(torch.optim.SGD):
