@@ -160,10 +160,11 @@ def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
     parameters, with which `swap_tensors` raises an error."""
     recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     for module in recurrent:
-        module._flat_weight_refs = []
+        setattr(module, WEAKREFS, [])
     yield
     for module in recurrent:
-        module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
+        weights = module._flat_weights
+        setattr(module, WEAKREFS, [None if weight is None else weakref.ref(weight) for weight in weights])
 
 
 def nodes_of(stream: Any) -> int:

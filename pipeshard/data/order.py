@@ -130,7 +130,7 @@ class Order:
                 )
         for (key, name), value in self._first.items():  # reset the attributes that the state does not contain
             if key in members and name not in state.get(key, {}).get("attributes", {}):
-                _give_back(members[key], name, value)
+                _give_back(members[key], name, copied_value(value))
         for key, entry in state.items():
             if "state_dict" in entry:
                 members[key].load_state_dict(entry["state_dict"])
@@ -285,8 +285,8 @@ def restored(value: Any) -> Any:
 
 
 def _give_back(member: Any, name: str, value: Any) -> None:
-    """Set an attribute to a copy of a value. Collections are refilled in place, since they may be shared."""
-    current, value = getattr(member, name, None), copied_value(value)
+    """Set an attribute to a value. Collections are refilled in place, since they may be shared."""
+    current = getattr(member, name, None)
     if isinstance(current, np.ndarray) and isinstance(value, Tensor):  # a state of an older version
         value = value.numpy()
     if isinstance(current, list) and isinstance(value, list):
