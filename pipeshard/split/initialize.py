@@ -19,14 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError, UsageError, explained, listed, summary
-from pipeshard.graph.places import COLLECTIONS, constants_of, content_of, entries_of, is_same, ways_to_hold
+from pipeshard.graph.functions import Memo, inside, reached
+from pipeshard.graph.places import COLLECTIONS, content_of, entries_of, is_same
 from pipeshard.graph.rng import Randomness, seeded
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.private import WEAKREFS, DispatchMode, restore_meta_kernels, without_weakrefs
@@ -270,7 +270,6 @@ def number(seed: int, text: str) -> int:
 
 NOTED = "pipeshard_noted"  # the attribute of a parameter on meta with its Noted
 BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
-OF_OBJECT = ("attr", "item", "list")  # how objects hold what `_inside` returns
 # Attributes of every module (mode, hooks, parameters, buffers), and those that `without_weakrefs` sets.
 MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), WEAKREFS))
 
@@ -406,8 +405,11 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
                 taken.append((inner, key, now, value))
     for _, _, now, value in taken:
         _match(now, value, parts, set())
+    found = list(reached((value for *_, value in taken), parts))
+    memo = Memo(parts | {id(one): one for one in found if not (inside(one) or _is_copyable(one))}, found)
     for inner, key, _, value in taken:
-        inner.__dict__[key] = copy.deepcopy(value, parts)
+        inner.__dict__[key] = copy.deepcopy(value, memo)
+    memo.fill()
 
 
 def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, parts: dict[int, Any]) -> None:
@@ -430,28 +432,26 @@ def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, part
 
 def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None:
     """Add to `parts` objects in `now` that `deepcopy` must not copy. `before` is the corresponding value in the
-    skeleton: what both contain exists outside the layer. A function that refers to other `parts` is replaced by the
-    skeleton's function, which refers to the skeleton."""
+    skeleton: what both contain exists outside the layer."""
     if before is now:
         parts.setdefault(id(now), now)
     if type(before) is not type(now) or id(now) in parts or id(now) in seen:
         return
     seen.add(id(now))
-    twins, inside = _inside(before), _inside(now)
-    for step in inside.keys() & twins.keys():
-        _match(twins[step], inside[step], parts, seen)
-    if isinstance(now, FunctionType) and any(parts.get(id(value), value) is not value for value in inside.values()):
-        parts[id(now)] = before
+    twins, entries = inside(before), inside(now)
+    for step in entries.keys() & twins.keys():
+        _match(twins[step], entries[step], parts, seen)
 
 
-def _inside(value: Any) -> dict[Any, Any]:
-    """The objects to which a value refers, by the step to them; for a function, those in its closure and defaults."""
-    if isinstance(value, FunctionType):
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return {("default", k): entry for k, entry in enumerate(defaults)} | content_of(value, "cell")
-    ways = [how for how in ways_to_hold(value) if how in OF_OBJECT]
-    held = {(how, key): entry for how in ways for key, entry in entries_of(content_of(value, how))}
-    return held | {(step.how, step.key): entry for step, entry in constants_of(value)}
+def _is_copyable(value: Any) -> bool:
+    """Whether deepcopy copies a value, unlike a lock, a stream or the result of an operator."""
+    if isinstance(value, Tensor):
+        return value.is_leaf
+    try:
+        copy.deepcopy(value)
+    except Exception:  # deepcopy may raise anything
+        return False
+    return True
 
 
 def _entries(value: Any, around: tuple[Any, ...] = ()) -> Any:

@@ -6,7 +6,6 @@ import functools
 import io
 import logging
 import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,7 +24,8 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import summary
-from pipeshard.graph.places import PLAIN, PathStep, entries_of, format_path
+from pipeshard.graph.functions import CALLABLES, Memo, reached
+from pipeshard.graph.places import PathStep, entries_of, format_path
 from pipeshard.graph.preserve import without_tf32
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.graph.snapshot import Snapshot
@@ -64,9 +64,8 @@ class Copies:
         Objects without state of a model, such as the writer of a trainer whose method is the criterion, are shared.
         Raises Uncopyable or deepcopy's error for other objects that cannot be copied.
         """
-        memo = copies_of_kept(self.model) | self.shared
         try:
-            made = self._copied(memo)
+            made = self._copied()
         except Exception as error:  # deepcopy may raise anything
             if place := self._uncopyable():
                 raise Uncopyable(f"{place} cannot be copied ({summary(error)})") from error
@@ -79,13 +78,13 @@ class Copies:
         made.sample = made.sample if device is None else made.sample.to(device)
         return made
 
-    def _copied(self, memo: dict[int, Any]) -> "Copies":
-        closures = hollow(memo, self.model, self.criterion, self.optimizer)
+    def _copied(self) -> "Copies":
+        memo = Memo(copies_of_kept(self.model) | self.shared, functions(self.model, self.criterion, self.optimizer))
         model, criterion = copy.deepcopy((self.model, self.criterion), memo)
         for old, new in zip(self.model.parameters(), model.parameters(), strict=True):
             copy_hooks(old, new, memo)
         made = Copies(model, criterion, None, copy.deepcopy(self.sample))
-        fill(memo, closures, made)
+        memo.fill()
         made.optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
         return made
 
@@ -160,76 +159,16 @@ def is_shared(value: Any) -> bool:
     return isinstance(value, SHARED) or (is_writer and not isinstance(value, type | nn.Module | threading.local))
 
 
-def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
-    """For each function with captured state that is stored in modules, a criterion or an optimizer, put a copy without
-    this state into the memo. Return these functions, for `fill`."""
-    closures = list(_closures(*owners))
-    memo |= {id(function): _hollow(function) for function in closures}
-    return closures
-
-
-def fill(memo: dict[int, Any], closures: Sequence[types.FunctionType], made: Copies) -> None:
-    """Copy the captured state of these functions into their copies in the memo. In `made`, the bound methods of these
-    functions become methods of the copies."""
-    for function in closures:
-        hollow = memo[id(function)]
-        defaults = copy.deepcopy((function.__defaults__, function.__kwdefaults__), memo)
-        hollow.__defaults__, hollow.__kwdefaults__ = defaults
-        for mine, theirs in zip(hollow.__closure__ or (), function.__closure__ or (), strict=True):
-            mine.cell_contents = _rebound(copy.deepcopy(theirs.cell_contents, memo), memo)
-    for one in (*made.model.modules(), made.criterion):
-        attributes = getattr(one, "__dict__", {})
-        attributes.update({name: _rebound(value, memo) for name, value in attributes.items()})
-    made.criterion = _rebound(made.criterion, memo)
-
-
-def _rebound(value: Any, memo: Mapping[int, Any]) -> Any:
-    """The value, or for a bound method of a function that is in the memo, the method of the function's copy, which
-    deepcopy does not look up."""
-    if not isinstance(value, types.MethodType) or id(value.__func__) not in memo:
-        return value
-    return types.MethodType(memo[id(value.__func__)], value.__self__)
-
-
-def _closures(*owners: Any) -> Iterator[types.FunctionType]:
-    """The functions with captured state among the attributes and hooks of modules, a criterion and an optimizer, also
-    those of bound methods and partial functions, and those that these functions capture."""
+def functions(*owners: Any) -> Iterator[Any]:
+    """The functions and bound methods among the attributes and hooks of modules, a criterion and an optimizer, also
+    those in lists, dicts and partial functions, and those that these functions capture."""
     found = list(owners)
     for owner in owners:
         for one in owner.modules() if isinstance(owner, nn.Module) else [owner]:
             found += contents(getattr(one, "__dict__", {}))
         if isinstance(owner, nn.Module):
             found += [hook for parameter in owner.parameters() for hook in _hooks(parameter)]
-    seen = set()
-    while found:
-        one = found.pop()
-        if isinstance(one, types.MethodType):
-            found.append(one.__func__)
-        elif isinstance(one, functools.partial):
-            found += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, types.FunctionType) and one not in seen and _is_filled(one):
-            seen.add(one)
-            yield one
-            found += [cell.cell_contents for cell in one.__closure__ or ()]
-
-
-def _is_filled(function: types.FunctionType) -> bool:
-    """Whether the function has captured state, and all captured variables are set."""
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    try:
-        captured = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:
-        return False
-    return bool(captured) or not all(isinstance(value, PLAIN) for value in defaults)
-
-
-def _hollow(function: types.FunctionType) -> types.FunctionType:
-    """A copy of a function, still without its captured state."""
-    cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-    made.__qualname__ = function.__qualname__
-    made.__dict__.update(function.__dict__)
-    return made
+    return reached(found, (), CALLABLES)
 
 
 def copies_of_kept(model: nn.Module) -> dict[int, Any]:

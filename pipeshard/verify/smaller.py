@@ -21,11 +21,12 @@ from pipeshard.batch.batch import Batch
 from pipeshard.engine.groups import keep
 from pipeshard.engine.loss_trial import SHORT
 from pipeshard.engine.optimizer_trial import copied_optimizer
+from pipeshard.graph.functions import Memo
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
 from pipeshard.split.adapters import base_names
 from pipeshard.split.packed import quantize_as
 from pipeshard.split.ties import first_names, names_of
-from pipeshard.verify.reference import Copies, copy_hooks, fill, hollow
+from pipeshard.verify.reference import Copies, copy_hooks, functions
 from pipeshard.verify.small_config import (
     SETTINGS,
     all_kinds,
@@ -91,13 +92,12 @@ def _from_config(
         built = _with_adapters(given.model, built) if prefix else built
     _refuse_large(built.parameters(), most)
     _check_alike(given.model, built)
-    memo = given.shared | _memo(given.model, built)
-    closures = hollow(memo, given.model, given.criterion, given.optimizer)
+    memo = Memo(given.shared | _memo(given.model, built), functions(given.model, given.criterion, given.optimizer))
     _adopt(given.model, built, memo)
     sample = given.sample if ids is None else _renumbered(given, ids)
     sample = sample.converted(lambda path, tensor: tensor.float() if tensor.dtype in SHORT else tensor)  # as the copy
     own = _completed(given, built, sample, memo)
-    fill(memo, closures, own)
+    memo.fill()
     return Smaller(own, ", ".join(what) or "the same size")
 
 
@@ -163,12 +163,12 @@ def _shortened(given: Copies, stages: int, most: float) -> Smaller:
         raise Unlike("the model has no list of layers that could be shortened")
     kept = _kept(given.model, lists)
     _refuse_large(kept, most, f"a copy with {', '.join(what)}")
-    memo = given.shared | {id(p): _dropped() for p in given.model.parameters() if p not in kept}
-    closures = hollow(memo, given.model, given.criterion, given.optimizer)
+    dropped = {id(p): _dropped() for p in given.model.parameters() if p not in kept}
+    memo = Memo(given.shared | dropped, functions(given.model, given.criterion, given.optimizer))
     for module, count in lists.items():
         memo[id(module)] = copy.deepcopy(nn.ModuleList(list(module)[:count]), memo)
     own = _completed(given, copy.deepcopy(given.model, memo), given.sample, memo)
-    fill(memo, closures, own)
+    memo.fill()
     return Smaller(own, ", ".join(what))
 
 

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -802,6 +802,64 @@ def test_functions_of_a_layer_of_a_spec_use_its_parameters() -> None:
     model.layers[0].linear.register_forward_hook(lambda module, *_: calls.append(module))
     model(torch.ones(2, H))
     assert calls == [model.layers[0].linear] * 2
+
+
+class WithCaptured(nn.Module):
+    """A layer with functions that capture tensors, a lock and a counter as well as the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.noise, self.count = 3.0, torch.rand(H, device="cpu"), 0
+        noise, slopes, lock, calls = self.noise, torch.linspace(1, 2, H), threading.Lock(), 0
+
+        def noisy(x: Tensor) -> Tensor:
+            nonlocal calls
+            with lock:
+                calls += 1
+            return x + noise * self.scale
+
+        def by_slopes(layer: nn.Module, x: Tensor) -> Tensor:
+            layer.count = calls
+            return x * slopes
+
+        self.steps = (noisy, SimpleNamespace(call=MethodType(by_slopes, self)).call)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functools.reduce(lambda y, step: step(y), self.steps, x)
+
+
+def test_functions_of_a_layer_of_a_spec_use_its_tensors() -> None:
+    """They used the meta tensors of the first build, or its random numbers, which were the same in every layer."""
+    model = PipelineModule([LayerSpec(WithCaptured) for _ in range(2)])
+    assert model(torch.ones(2, H)).shape == (2, H)
+    for layer in model.layers:
+        expected = (torch.ones(2, H) + layer.noise * 3) * torch.linspace(1, 2, H)
+        assert torch.equal(layer(torch.ones(2, H)), expected) and layer.count == 2
+    assert not torch.equal(model.layers[0].noise, model.layers[1].noise)
+
+
+class WithPatched(nn.Module):
+    """A layer with a patched forward, and functions that capture a bound method or a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        steps = [nn.Linear(H, H), nn.ReLU()]
+        self.patched, self.linear, self.steps = nn.Linear(H, H), nn.Linear(H, H), nn.ModuleList(steps)
+        original, linear = self.patched.forward, self.linear.forward
+        self.patched.forward = lambda x: original(x) * 0.5
+        self.act = functools.partial(lambda call, x: call(x), lambda x: linear(x) * 0.5)
+        self.run = MethodType(lambda layer, x: functools.reduce(lambda y, step: step(y), steps, x), self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.act(self.patched(x)))
+
+
+def test_functions_of_a_layer_of_a_spec_may_capture_methods_and_lists() -> None:
+    """Such functions used the modules of the second build: no parameter of the layer was trained."""
+    model = PipelineModule([LayerSpec(WithPatched) for _ in range(2)])
+    model(torch.ones(2, H)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(layer.run.__self__ is layer for layer in model.layers)
 
 
 class Optioned(nn.Module):

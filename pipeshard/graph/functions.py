@@ -1,0 +1,88 @@
+"""Functions: copies of functions and bound methods together with what they capture, which deepcopy shares."""
+
+import copy
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from pipeshard.graph.places import MISSING, PLAIN, constants_of, content_of, entries_of, ways_to_hold
+
+OF_OBJECT = ("attr", "item", "list")  # how objects hold what `inside` returns
+# What a walk enters to find the functions of a module, without the attributes of other objects.
+CALLABLES = (Mapping, list, tuple, functools.partial, MethodType, FunctionType)
+
+
+class Memo(dict[int, Any]):
+    """A memo for deepcopy, with which these functions and bound methods are copied.
+
+    A function's copy has no captured state until `fill` copies this state: it may contain what is being copied. Methods
+    are copied in `get`, in which deepcopy looks for each object: deepcopy itself would not copy their functions.
+    """
+
+    def __init__(self, known: Mapping[int, Any], found: Iterable[Any]) -> None:
+        super().__init__(known)
+        self._functions: list[FunctionType] = []
+        self._methods: dict[int, MethodType] = {}
+        for one in found:
+            if isinstance(one, MethodType):
+                self._methods[id(one)] = one
+            elif isinstance(one, FunctionType) and id(one) not in self and _captures(one):
+                self._functions.append(one)
+                self[id(one)] = self._hollow(one)
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if key in self._methods and key not in self:
+            method = self._methods[key]
+            function = super().get(id(method.__func__), method.__func__)
+            self[key] = MethodType(function, copy.deepcopy(method.__self__, self))
+        return super().get(key, default)
+
+    def fill(self) -> None:
+        """Copy the captured state of the functions into their copies."""
+        filled = set()
+        for function in self._functions:
+            hollow = self[id(function)]
+            defaults = copy.deepcopy((function.__defaults__, function.__kwdefaults__), self)
+            hollow.__defaults__, hollow.__kwdefaults__ = defaults
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            captured = content_of(function, "cell")
+            for name, cell in cells:
+                if id(cell) not in filled and captured[name] is not MISSING:
+                    self[id(cell)].cell_contents = copy.deepcopy(captured[name], self)
+                filled.add(id(cell))
+
+    def _hollow(self, function: FunctionType) -> FunctionType:
+        """A copy of a function without its captured state. Functions that share a variable share its copy."""
+        cells = tuple(self.setdefault(id(cell), CellType()) for cell in function.__closure__ or ())
+        made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        made.__qualname__ = function.__qualname__
+        made.__dict__.update(function.__dict__)
+        return made
+
+
+def reached(values: Iterable[Any], known: Collection[int], kinds: Any = object) -> Iterator[Any]:
+    """The values of these kinds and, recursively, those inside them, except objects with `known` ids."""
+    queue, seen = [*values], dict[int, Any]()
+    while queue:
+        one = queue.pop()
+        if isinstance(one, kinds) and id(one) not in known and id(one) not in seen:
+            seen[id(one)] = one
+            yield one
+            queue += inside(one).values()
+
+
+def inside(value: Any) -> dict[Any, Any]:
+    """The objects to which a value refers, by the step to them; for a function, those in its closure and defaults."""
+    if isinstance(value, FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return {("default", k): entry for k, entry in enumerate(defaults)} | content_of(value, "cell")
+    ways = [how for how in ways_to_hold(value) if how in OF_OBJECT]
+    held = {(how, key): entry for how in ways for key, entry in entries_of(content_of(value, how))}
+    return held | {(step.how, step.key): entry for step, entry in constants_of(value)}
+
+
+def _captures(function: FunctionType) -> bool:
+    """Whether a function has variables of its own: captured ones, or defaults that may change."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return bool(function.__closure__) or not all(isinstance(value, PLAIN) for value in defaults)
