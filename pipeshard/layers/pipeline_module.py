@@ -87,7 +87,9 @@ class PipelineModule(nn.Module):
             modules.append(_layer(place, entry, seed, self))
         tie(modules, {place: spec for place, spec in enumerate(entries) if isinstance(spec, TiedLayerSpec)})
         self.layers = _Uncut(
-            Function(spec.forward_fn, place, layer) if isinstance(spec, TiedLayerSpec) and spec.forward_fn else layer
+            Function(spec.forward_fn, place, layer, owner=self)
+            if isinstance(spec, TiedLayerSpec) and spec.forward_fn
+            else layer
             for place, (spec, layer) in enumerate(zip(entries, modules, strict=True))
         )
 

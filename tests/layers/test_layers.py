@@ -931,3 +931,20 @@ def test_a_layer_may_be_a_method_of_the_model() -> None:
     with torch.no_grad():
         copied.alpha.fill_(2.0)
     assert torch.allclose(copied(x), 4 * model(x)) and torch.equal(build(model, 2, batch=(x,))(x), model(x))
+
+
+class WithOwnHead(PipelineModule):
+    def __init__(self) -> None:
+        head = TiedLayerSpec("words", nn.Embedding, V, H, forward_fn=self.logits)
+        super().__init__([TiedLayerSpec("words", nn.Embedding, V, H), LayerSpec(nn.Linear, H, H), head])
+        self.bias = nn.Parameter(torch.ones(V))
+
+    def logits(self, embedding: nn.Embedding, x: Tensor) -> Tensor:
+        return x @ embedding.weight.T + self.bias
+
+
+def test_the_function_of_a_tied_layer_may_be_a_method_of_the_model() -> None:
+    """eval() ended in a RecursionError."""
+    model, x = WithOwnHead().eval().build(), torch.arange(V)[None]
+    assert "layers.2.carried" not in dict(model.named_modules())
+    assert torch.equal(build(model, 2, batch=(x,))(x), model(x))
