@@ -317,7 +317,8 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
         module.to("meta")
     plain = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
     before = [(path, inner, attributes, _entries(attributes)) for path, inner, attributes in plain]
-    versions = [(path, parameter, parameter._version) for path, parameter in module.named_parameters()]
+    named = module.named_parameters(remove_duplicate=False)
+    versions = [(name, parameter, parameter._version) for name, parameter in named]
     module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before, versions=versions)
     return module
 

@@ -905,6 +905,20 @@ def test_layers_of_specs_that_are_wrapped_or_parametrized_before_the_build() -> 
         parametrized.build()
 
 
+class TiedInside(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(H, H), nn.Linear(H, H))
+        self[1].weight = self[0].weight
+
+
+def test_a_wrapped_layer_with_tied_weights() -> None:
+    """The second name of the weight was unknown, and ended in a KeyError."""
+    model = PipelineModule([LayerSpec(TiedInside)])
+    model.layers[0][1] = Wrapper(model.layers[0][1])
+    first, second = model.build().layers[0]
+    assert second.base_layer.weight is first.weight and model(torch.ones(2, H)).shape == (2, H)
+
+
 def test_a_spec_of_an_lstm() -> None:
     """The recorded attributes had weak references to its parameters, with which no values could be set."""
     model = PipelineModule([LayerSpec(nn.LSTM, H, H), lambda outputs: outputs[0]])
