@@ -165,8 +165,9 @@ def _shortened(given: Copies, stages: int, most: float) -> Smaller:
     _refuse_large(kept, most, f"a copy with {', '.join(what)}")
     dropped = {id(p): _dropped() for p in given.model.parameters() if p not in kept}
     memo = Memo(given.shared | dropped, functions(given.model, given.criterion, given.optimizer))
+    memo |= {id(module): nn.ModuleList() for module in lists}  # a layer may refer to the list
     for module, count in lists.items():
-        memo[id(module)] = copy.deepcopy(nn.ModuleList(list(module)[:count]), memo)
+        memo[id(module)].extend(copy.deepcopy(layer, memo) for layer in list(module)[:count])
     own = _completed(given, copy.deepcopy(given.model, memo), given.sample, memo)
     memo.fill()
     return Smaller(own, ", ".join(what))

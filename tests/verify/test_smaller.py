@@ -28,7 +28,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from pipeshard import PipelinePlugin
+from pipeshard import LayerSpec, PipelineModule, PipelinePlugin
 from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.grad_sync import Bucket
@@ -195,6 +195,24 @@ class Mixing(Deep):
         for layer in self.layers:
             x = x + layer(x - x.mean(0))
         return {"loss": F.cross_entropy(self.head(x), y)}
+
+
+class WithOwnLayer(PipelineModule):
+    def __init__(self) -> None:
+        super().__init__([LayerSpec(nn.Linear, 512, 512), self.normed, *[LayerSpec(nn.Linear, 512, 512)] * 22])
+        self.norm = nn.LayerNorm(512)
+
+    def normed(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+@pytest.mark.turns
+def test_a_copy_of_a_model_whose_layer_is_its_own_method() -> None:
+    """The method's model was copied with its whole list, of which most layers had no weights, and no copy ran."""
+    model, config = on_meta(WithOwnLayer), PipelineConfig(pp_size=2, num_microbatches=2)
+    sample = read_batch(model, (torch.randn(8, 512), torch.randn(8, 512)))
+    proof = prove(config, CPU, model, None, lambda output, batch: F.mse_loss(output, batch[1]), sample, large=LARGE)
+    assert (proof.kind, proof.smaller) == (EXACT, "4 of the 24 layers of layers"), proof
 
 
 class LastLayers(Policy):
