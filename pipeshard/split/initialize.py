@@ -16,7 +16,7 @@ import inspect
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -391,7 +391,7 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
         raise ValueError(f"the modules differ (the first difference is {min(paths ^ built_paths)})")
     parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, *_ in blueprint.before}
     _give_values(module, built, blueprint, parts)
-    taken = []
+    taken: list[Place] = []
     for path, inner, before, entries in blueprint.before:
         source = built.get_submodule(path)
         for key, value in source._buffers.items():
@@ -402,15 +402,40 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
                 parts[id(value)] = inner._buffers[key]
         for key, value in _plain_attributes(source).items():
             now = vars(inner).get(key)
-            if now is before.get(key) and _are_same(_entries(now), entries.get(key)):
-                taken.append((inner, key, now, value))
-    for _, _, now, value in taken:
-        _match(now, value, parts, set())
-    found = list(reached((value for *_, value in taken), parts))
+            if now is before.get(key):
+                taken += _unchanged(Place(vars(inner), key, now, value), entries.get(key), parts)
+    for place in taken:
+        _match(place.now, place.built, parts, set())
+    found = list(reached((place.built for place in taken), parts))
     memo = Memo(parts | {id(one): one for one in found if not (inside(one) or _is_copyable(one))}, found)
-    for inner, key, _, value in taken:
-        inner.__dict__[key] = copy.deepcopy(value, memo)
+    for place in taken:
+        place.holder[place.key] = copy.deepcopy(place.built, memo)
     memo.fill()
+
+
+class Place(NamedTuple):
+    """An attribute of a skeleton's module, or an entry of a collection in it, with the value of the built module."""
+
+    holder: Any
+    key: Any
+    now: Any
+    built: Any
+
+
+def _unchanged(place: Place, before: Any, parts: dict[int, Any], around: tuple[Any, ...] = ()) -> Iterator[Place]:
+    """The place itself if its entries are those `before`; otherwise the unchanged places in its collection, which stays
+    the same object."""
+    now, built = place.now, place.built
+    if _are_same(_entries(now, around), before):
+        yield place
+    elif isinstance(now, COLLECTIONS) and type(now) is type(built):
+        parts[id(built)] = now
+        if now is built or isinstance(now, MutableSet) or type(before) is not dict:
+            return
+        theirs = _held(built)
+        for key, entry in _held(now).items():
+            if key in theirs and key in before:
+                yield from _unchanged(Place(now, key, entry, theirs[key]), before[key], parts, (*around, now))
 
 
 def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, parts: dict[int, Any]) -> None:
@@ -461,8 +486,12 @@ def _entries(value: Any, around: tuple[Any, ...] = ()) -> Any:
         return ...
     if not isinstance(value, (*COLLECTIONS, tuple)):
         return value
-    entries = entries_of(content_of(value, "item" if isinstance(value, MutableMapping) else "list"))
-    return {key: _entries(entry, (*around, value)) for key, entry in entries}
+    return {key: _entries(entry, (*around, value)) for key, entry in _held(value).items()}
+
+
+def _held(collection: Any) -> dict[Any, Any]:
+    """The entries of a collection by their keys or indices."""
+    return dict(entries_of(content_of(collection, "item" if isinstance(collection, MutableMapping) else "list")))
 
 
 def _are_same(before: Any, now: Any) -> bool:

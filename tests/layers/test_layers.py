@@ -884,6 +884,32 @@ def test_changes_of_dicts_and_lists_before_the_build_are_kept() -> None:
     assert all(layer.options["linear"] is layer.linear for layer in model.layers)
 
 
+class Tabled(nn.Module):
+    """A layer with tensors and modules beside settings, in a dict that its function captures as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        steps = [[self.linear, 1.0], [nn.Linear(H, H), 1.0]]
+        tables = self.tables = {"places": torch.arange(float(H)), "scale": 1.0, "steps": steps}
+        self.act = lambda x: (self.linear(x) + tables["places"]) * tables["scale"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((step(self.act(x)) * factor for step, factor in self.tables["steps"]), self.tables["places"])
+
+
+def test_unchanged_entries_beside_changed_ones_get_values() -> None:
+    """A changed setting kept all of the dict, also its tensors and modules on meta, and the first call failed."""
+    plain, model = (PipelineModule([LayerSpec(Tabled) for _ in range(2)]) for _ in range(2))
+    layer = model.layers[0]
+    layer.tables["scale"] = layer.tables["steps"][1][1] = 0.0
+    assert not model(torch.ones(2, H)).isnan().any() and layer.tables["steps"][0][0] is layer.linear
+    places = torch.arange(float(H)).expand(2, H)
+    assert torch.equal(layer(torch.ones(2, H)), places + layer.linear(torch.zeros(2, H)))
+    built = plain.build().layers[0].tables["steps"][1]
+    assert torch.equal(layer.tables["steps"][1][0].weight, built[0].weight) and built[1] == 1.0
+
+
 class Wrapper(nn.Module):
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
