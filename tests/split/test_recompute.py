@@ -87,7 +87,7 @@ def trained(model: nn.Module, data: Any, **options: Any) -> tuple[Tensor, dict[s
     split.backward(data)
     split.step()
     runs: Counter[str] = Counter()
-    for name in split.model.pipeline.policy.replay.held:
+    for name in split.model.pipeline.policy.replay.held if "compile" not in options else ():  # hooks are compiled, too
         inside = [m for m in model.get_submodule(name).modules() if not isinstance(m, nn.ModuleList)]
         for inner in inside[1:2]:
             inner.register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
