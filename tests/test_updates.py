@@ -382,22 +382,26 @@ def test_gradients_that_are_dropped_are_no_noise(pool: Pool) -> None:
         assert pool.run(skipping, 2, to_none, timeout=120) == [[], []]
 
 
-def handmade(in_hook: bool) -> int:
-    """The number of updates before a loop with a norm of its own is refused."""
-    sides = Sides({}, sgd)
-    if in_hook:
-        hook(sides.optimizer, sides.model, by_hand)
-    for step in range(4):
+def updates_of(sides: Any, change: Change) -> int:
+    """The number of updates, of at most 6, before a loop that changes gradients is refused."""
+    for step in range(6):
         try:
             sides.split_loss(sides.batches(step))
-            if not in_hook:
-                by_hand(sides.model, sides.optimizer)
+            change(sides.model, sides.optimizer)
             sides.optimizer.step()
         except UsageError as error:
             assert "norm of one stage's gradients" in str(error)
             return step
         sides.optimizer.zero_grad()
-    return 4
+    return 6
+
+
+def handmade(in_hook: bool) -> int:
+    """The number of updates before a loop with a norm of its own is refused."""
+    sides = Sides({}, sgd)
+    if in_hook:
+        hook(sides.optimizer, sides.model, by_hand)
+    return updates_of(sides, (lambda *_: None) if in_hook else by_hand)
 
 
 @pytest.mark.turns
@@ -417,16 +421,7 @@ def in_16_bits(change: Change) -> int:
     """The number of updates before a loop is refused that changes gradients in bf16."""
     with mock.patch("tests.hunt.loops.Net", In16Bits):
         sides = Sides({}, sgd, verify=False)
-    for step in range(6):
-        try:
-            sides.split_loss(sides.batches(step))
-            change(sides.model, sides.optimizer)
-            sides.optimizer.step()
-        except UsageError as error:
-            assert "norm of one stage's gradients" in str(error)
-            return step
-        sides.optimizer.zero_grad()
-    return 6
+    return updates_of(sides, change)
 
 
 def thirds(model: Any, optimizer: Any) -> None:

@@ -24,7 +24,7 @@ from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, explained, listed, summary
 from pipeshard.hf import ADAPTER_CONFIG, OLD_BUFFERS, has_adapters, without_adapters
 from pipeshard.private import EXTRA_STATE
-from pipeshard.split.adapters import base_names, begin_with_weights
+from pipeshard.split.adapters import base_names, begin_with_weights, trained_copies
 from pipeshard.split.materialize import trim
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names
@@ -244,13 +244,12 @@ class _Plan:
             if isinstance(state.get(full), Tensor)
         }
         self.first, self.targets = dict[str, str](), dict[str, dict[str, None]]()
-        buffers = {full for full, _ in model.named_buffers(remove_duplicate=False)}
-        copies = {_copy_of(full) for full in blank} - {""}  # their buffers have no values either
+        without_values = blank | _buffers_of_copies(model, blank)
         for full, first in ({full: full for full in names} | first_names(model)).items():
             if full in names:
                 root = self.first.setdefault(names[full], names[first])  # a copy's root is its original's
                 targets = self.targets.setdefault(root, {})
-                if not targets or first in blank or (first in buffers and _copy_of(first) in copies):
+                if not targets or first in without_values:
                     targets[first] = None
         self.conversion = Conversion(self.model, source.shapes, self.shapes)
         self.problems: list[str] = []
@@ -421,10 +420,13 @@ class _Plan:
             target.data = value if alone else value.clone()
 
 
-def _copy_of(full: str) -> str:
-    """The path of the trained copy (`modules_to_save`) that contains this tensor, or "" for any other tensor."""
-    found = re.match(r"(.*\.modules_to_save\.[^.]+)\.", full)
-    return found[1] if found else ""
+def _buffers_of_copies(model: nn.Module, blank: set[str]) -> set[str]:
+    """The buffers of trained copies with a parameter in `blank`: these buffers have no values either."""
+    found: set[str] = set()
+    for path, made, _ in trained_copies(model):
+        if any(f"{path}.{name}" in blank for name, _ in made.named_parameters()):
+            found |= {f"{path}.{name}" for name, _ in made.named_buffers(remove_duplicate=False)}
+    return found
 
 
 def _is_equal(one: Tensor | StoredRows, other: Tensor | StoredRows) -> bool:

@@ -18,8 +18,8 @@ from pipeshard.ghost import Guarded, inside_pipeshard
 from pipeshard.graph.units import Interception, Recomputation, Sliced
 from pipeshard.hf import enable_caches
 from pipeshard.private import tree_tensors
-from pipeshard.split.initialize import build, skeletons
 from pipeshard.split.packed import is_quantized
+from pipeshard.split.skeleton import build, skeletons
 
 
 @inside_pipeshard()

@@ -7,10 +7,8 @@ and broadcasts the updated values to the other replicas. torch's ZeroRedundancyO
 a single process group.
 """
 
-import functools
 import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MethodType
 from typing import Any
@@ -25,6 +23,7 @@ from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.copies import WeightCopies
 from pipeshard.engine.groups import UNCOMPARED, keep, move_overrides
 from pipeshard.engine.mixed_precision import MasterWeight
+from pipeshard.engine.optimizer_hooks import give_hooks
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.states import States, converted, filled
@@ -497,28 +496,6 @@ class PipelineOptimizer(Optimizer):
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
-
-
-def give_hooks(optim: Optimizer) -> None:
-    """Make the step of an optimizer call its hooks, even if its constructor does not call Optimizer.__init__. Many
-    classes that wrap another optimizer do not, such as Lookahead."""
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if not isinstance(hooks := getattr(optim, name, {}), OrderedDict):
-            setattr(optim, name, OrderedDict(hooks))
-    step: Any = optim.step
-    if getattr(step, "hooked", False):
-        return
-
-    @functools.wraps(step)  # with the attribute by which an LR scheduler knows the step that it has replaced
-    def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
-
-    is_of_class = getattr(step, "__self__", None) is optim
-    hooked: Any = Optimizer.profile_hook_step(step.__func__ if is_of_class else replacement)
-    hooked.hooked = True
-    bound: Any = functools.update_wrapper(weak(MethodType(hooked, optim)), hooked)
-    bound.__func__ = hooked  # for an LR scheduler, which replaces this step later
-    optim.step = bound  # type: ignore[method-assign]
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:

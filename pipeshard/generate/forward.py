@@ -27,7 +27,7 @@ from pipeshard.errors import BatchError, TraceError, UsageError, of_all, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, counts_samples, entry_of, key_of, twin
-from pipeshard.generate.rows import CacheParts, Place, StateParts, joined
+from pipeshard.generate.rows import CacheParts, OfModule, StateParts, joined
 from pipeshard.generate.samples import Samples, cannot_split
 from pipeshard.graph.taint import Value
 from pipeshard.hf import CACHES, LOGITS, complete_cache, config_of, disable_caches, enable_caches, is_cache, is_ids
@@ -68,7 +68,7 @@ class Forward:
         self._caches: dict[int, Entries] = {}
         self._used: dict[int, Entries] = {}  # in one forward, by id, in the same order on all ranks
         self._parts: dict[int, CacheParts] = {}  # in one forward, by the ids of their parts
-        self._states: dict[Place, Tensor] = {}  # of samples, which glue has assigned to attributes
+        self._states: dict[OfModule, Tensor] = {}  # of samples, which glue has assigned to attributes
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank."""

@@ -81,7 +81,7 @@ class CacheParts:
         return version == -1 or version == part._version
 
 
-Place = tuple[nn.Module, str]  # a module, and the name of its attribute
+OfModule = tuple[nn.Module, str]  # a module, and the name of its attribute
 
 
 class StateParts:
@@ -92,10 +92,10 @@ class StateParts:
         known: the states that earlier forwards have assigned, which `join` updates.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], known: dict[Place, Tensor], sizes: Sequence[int]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], known: dict[OfModule, Tensor], sizes: Sequence[int]) -> None:
         self.modules, self.known, self.sizes = modules, known, sizes
         self._whole = {place: state for place, state in known.items() if self._is_split(place, state)}
-        self._assigned: list[dict[Place, Tensor]] = [{} for _ in sizes]
+        self._assigned: list[dict[OfModule, Tensor]] = [{} for _ in sizes]
 
     @contextmanager
     def part(self, i: int) -> Iterator[None]:
@@ -120,12 +120,12 @@ class StateParts:
         _assign(whole)
         self.known.update(whole)
 
-    def _is_split(self, place: Place, state: Tensor) -> bool:
+    def _is_split(self, place: OfModule, state: Tensor) -> bool:
         module, name = place
         return len(self.sizes) > 1 and vars(module).get(name) is state and len(state) == sum(self.sizes)
 
 
-def _assign(states: dict[Place, Tensor]) -> None:
+def _assign(states: dict[OfModule, Tensor]) -> None:
     for (module, name), state in states.items():
         setattr(module, name, state)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from pipeshard.graph.places import MISSING, PLAIN, constants_of, content_of, entries_of, ways_to_hold
+from pipeshard.graph.places import MISSING, PLAIN, constants_of, content_of, defaults_of, entries_of, ways_to_hold
 
 OF_OBJECT = ("attr", "item", "list")  # how objects hold what `inside` returns
 # What a walk enters to find the functions of a module, without the attributes of other objects.
@@ -75,8 +75,7 @@ def reached(values: Iterable[Any], known: Collection[int], kinds: Any = object) 
 def inside(value: Any) -> dict[Any, Any]:
     """The objects to which a value refers, by the step to them; for a function, those in its closure and defaults."""
     if isinstance(value, FunctionType):
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return {("default", k): entry for k, entry in enumerate(defaults)} | content_of(value, "cell")
+        return {("default", k): entry for k, entry in enumerate(defaults_of(value))} | content_of(value, "cell")
     ways = [how for how in ways_to_hold(value) if how in OF_OBJECT]
     held = {(how, key): entry for how in ways for key, entry in entries_of(content_of(value, how))}
     return held | {(step.how, step.key): entry for step, entry in constants_of(value)}
@@ -84,5 +83,4 @@ def inside(value: Any) -> dict[Any, Any]:
 
 def _captures(function: FunctionType) -> bool:
     """Whether a function has variables of its own: captured ones, or defaults that may change."""
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return bool(function.__closure__) or not all(isinstance(value, PLAIN) for value in defaults)
+    return bool(function.__closure__) or not all(isinstance(value, PLAIN) for value in defaults_of(function))

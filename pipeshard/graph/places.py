@@ -234,9 +234,14 @@ def _globals_in(code: CodeType) -> tuple[str, ...]:
     return names_in(code) if "globals" in names else names
 
 
+def defaults_of(function: FunctionType) -> tuple[Any, ...]:
+    """The default values of a function's arguments."""
+    return *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+
+
 def numbers_in(function: FunctionType) -> Iterator[int | float]:
     """All numbers in a function's code, and in the default values of its arguments."""
-    constants = deque[Any]([function.__defaults__, *(function.__kwdefaults__ or {}).values(), function.__code__])
+    constants = deque[Any]([*defaults_of(function), function.__code__])
     while constants:
         constant = constants.popleft()
         if isinstance(constant, CodeType):

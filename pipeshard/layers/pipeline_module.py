@@ -17,8 +17,8 @@ from pipeshard.config import PipelineHints
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.units import Interception
 from pipeshard.layers.specs import Function, LayerSpec, TiedLayerSpec, tie
-from pipeshard.split.initialize import build, skeleton, skeletons
 from pipeshard.split.partition import Cuts, check_partition
+from pipeshard.split.skeleton import build, skeleton, skeletons
 from pipeshard.split.ties import names_of
 
 

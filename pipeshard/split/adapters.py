@@ -29,6 +29,7 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
 READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these from the weights, and does not save them
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
+COPIES = "ModulesToSaveWrapper"  # peft's class for a module that adapters train in full, with its copies
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
 AFTER_BOOST = (
     ", or modify parameters after boost: those of model.unwrap().parameters() that this rank holds (not "
@@ -135,7 +136,7 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     new = {name: p for name, p in model.named_parameters() if p not in known and _is_nan(p)}
     copies, later = (
         {p for module in model.modules() if is_of_peft(module, kind) for p in module.parameters()}
-        for kind in ("ModulesToSaveWrapper", "LoraLayer")
+        for kind in (COPIES, "LoraLayer")
     )
     for name, parameter in new.items():
         if parameter in copies:
@@ -162,7 +163,7 @@ def adding_saved(model: nn.Module) -> Iterator[None]:
             parameter, value = parameters.get(full), state.get(prefix + full)
             if parameter in blank and value is not None and value.shape == parameter.shape:
                 saved[parameter] = state.pop(prefix + full)
-        for full, buffer in [*model.named_buffers(remove_duplicate=False)]:  # of a trained copy
+        for full, buffer in [*model.named_buffers(remove_duplicate=False)]:  # such as those of a trained copy
             if buffer.is_meta and prefix + full in state:  # torch then copies the value
                 path, key = full.rpartition(".")[::2]
                 model.get_submodule(path)._buffers[key] = torch.empty_like(buffer, device="cpu")
@@ -281,17 +282,24 @@ def needs_weights(config: Any) -> bool:
     return bool(getattr(config, "use_dora", False)) or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
 
 
+def trained_copies(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """The path of each copy of a module that adapters train in full (`modules_to_save`), the copy, and the original
+    module."""
+    wrappers: list[Any] = [(path, each) for path, each in model.named_modules() if is_of_peft(each, COPIES)]
+    for path, wrapper in wrappers:
+        for adapter, made in wrapper.modules_to_save.items():
+            yield f"{path}.modules_to_save.{adapter}", made, wrapper.original_module
+
+
 def begin(model: nn.Module) -> None:
     """Copy the weights of the original modules to the trained copies (`modules_to_save`), then call
     `begin_with_weights`. Do nothing for a model that is not the result of `put_adapters`."""
     if getattr(model, BEGINNING, None) is None:
         return
-    wrappers: list[Any] = [module for module in model.modules() if is_of_peft(module, "ModulesToSaveWrapper")]
-    for wrapper in wrappers:
-        for made in wrapper.modules_to_save.values():
-            for parameter, original in zip(made.parameters(), wrapper.original_module.parameters(), strict=True):
-                if not original.is_meta and type(original) is nn.Parameter:
-                    parameter.data.copy_(original.data)
+    for _, made, original_module in trained_copies(model):
+        for parameter, original in zip(made.parameters(), original_module.parameters(), strict=True):
+            if not original.is_meta and type(original) is nn.Parameter:
+                parameter.data.copy_(original.data)
     begin_with_weights(model, lambda name, value: model.get_parameter(name).data.copy_(value))
 
 
@@ -348,7 +356,7 @@ def _named(module: nn.Module, full: str, plain: str, active: bool) -> Iterator[t
         yield from _named(module.get_submodule("base_layer"), f"{full}base_layer.", plain, active)
         return
     if is_of_peft(module, "AuxiliaryTrainingWrapper"):
-        copies = module.modules_to_save if is_of_peft(module, "ModulesToSaveWrapper") else {}
+        copies = module.modules_to_save if is_of_peft(module, COPIES) else {}
         used = [adapter for adapter in copies if adapter in module.active_adapters] if active else [*copies]
         if not (active and used):
             original = next(name for name, child in module.named_modules() if child is module.original_module)

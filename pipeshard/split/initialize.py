@@ -1,43 +1,35 @@
-"""Initialize: the initial values of tensors on meta, and the construction of layers only on the ranks that hold them.
+"""Initialize: the initial values of tensors on meta.
 
 transformers' `model.init_weights()` uses one generator for all modules in order, so the values of a parameter depend on
 all parameters before it. A stage does not have all of these. So here, every parameter has its own generator, seeded
 with the parameter's name.
-
-A list of LayerSpecs may describe a model that is too large for any process. Each layer is first built on meta, as a
-skeleton with names and shapes. On the ranks that hold the layer, it is built again with allocated tensors. Optimizers,
-hooks and ties refer to the skeleton, so the values of the second module are then moved to the skeleton.
 """
 
-import copy
 import functools
 import hashlib
 import inspect
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSet
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError, UsageError, explained, listed, summary
-from pipeshard.graph.functions import Memo, inside, reached
-from pipeshard.graph.places import COLLECTIONS, content_of, entries_of, is_same
-from pipeshard.graph.rng import Randomness, seeded
+from pipeshard.errors import ConfigurationError, explained, listed, summary
+from pipeshard.graph.rng import seeded
 from pipeshard.graph.taint import mutated, storage_of
-from pipeshard.private import WEAKREFS, DispatchMode, restore_meta_kernels, without_weakrefs
+from pipeshard.private import DispatchMode, without_weakrefs
 from pipeshard.split.packed import packed_layers
-from pipeshard.split.ties import kept_tied
 
 logger = logging.getLogger("pipeshard")
 
 # How meta tensors are initialized. True: by the architecture's own rule. False: not at all. A function: fn(module) or
 # fn(module, name), called for each module with tensors of its own to initialize.
 InitWeights = bool | Callable[..., Any]
+NOTED = "pipeshard_noted"  # the attribute of a parameter on meta with its Noted
 
 
 def initialize(
@@ -266,246 +258,3 @@ def give(parameter: nn.Parameter, values: Tensor) -> None:
 def number(seed: int, text: str) -> int:
     """A seed derived from `seed` and `text`."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
-
-
-NOTED = "pipeshard_noted"  # the attribute of a parameter on meta with its Noted
-BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
-# Attributes of every module (mode, hooks, parameters, buffers), and those that `without_weakrefs` sets.
-MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), WEAKREFS))
-
-
-@dataclass
-class Blueprint:
-    """The constructor and the original attributes of a skeleton. `build` keeps attributes that have changed since the
-    skeleton was made.
-
-    `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
-    original plain attributes, entries of the collections in them), and `versions` each parameter with its version,
-    which writes increase. (A trace also writes to buffers.)
-    """
-
-    place: int
-    make: Callable[[], nn.Module]
-    before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
-    versions: list[tuple[str, nn.Parameter, int]]
-
-
-def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place: int, name: str) -> nn.Module:
-    """Call `construct()` on meta, and return the module, which has names, shapes and attributes but no values. The
-    user's generators do not change.
-
-    `build` later calls `make()` for the values. These depend on the seed and on `place`, the layer's number. Raises
-    ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if it
-    returns a module that existed before, whose values would be lost.
-    """
-    restore_meta_kernels()
-    refusal = explained(
-        lambda error: ConfigurationError(
-            f"layer {place}, {name}, cannot be built on meta, where pipeshard reads the layer's shapes: "
-            f"{summary(error)}. Pass device='cpu' for tensors whose values the constructor reads, or put the module "
-            "itself into the list"
-        )
-    )
-    with refusal, Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"):
-        module = construct()
-        again = construct() if isinstance(module, nn.Module) and _has_values(module) else None
-    if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"layer {place}, {name}, builds a {type(module).__name__}, not an nn.Module")
-    if again is not None:
-        _refuse_existing(module, again, place, name)
-    with kept_tied(module):  # also tensors that the constructor put on another device
-        module.to("meta")
-    plain = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
-    before = [(path, inner, attributes, _entries(attributes)) for path, inner, attributes in plain]
-    named = module.named_parameters(remove_duplicate=False)
-    versions = [(name, parameter, parameter._version) for name, parameter in named]
-    module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before, versions=versions)
-    return module
-
-
-def _has_values(module: nn.Module) -> bool:
-    return not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _refuse_existing(module: nn.Module, again: nn.Module, place: int, name: str) -> None:
-    """Raise UsageError if two results of a constructor contain the same module, and this module has values."""
-    known = set(module.modules())
-    existing = next((inner for inner in again.modules() if inner in known and _has_values(inner)), None)
-    if existing is not None:
-        raise UsageError(
-            f"layer {place}, {name}, contains a {type(existing).__name__} instance that exists already, but a "
-            "LayerSpec builds the layer itself, on the rank that holds the layer, so the instance's values would be "
-            "lost: pass the class and its arguments, or put the instance directly into the list of layers"
-        )
-
-
-def skeletons(model: nn.Module) -> list[nn.Module]:
-    """The skeletons in `model` that are not built yet."""
-    return [module for module in model.modules() if BLUEPRINT in vars(module)]
-
-
-def build(module: nn.Module, seed: int) -> None:
-    """Call a skeleton's constructor on the default device, and give the skeleton the values of the new module.
-
-    The values depend only on the seed and the layer's number; the user's random generators do not change. Modules and
-    parameters stay the same objects, so that optimizers, hooks and ties still refer to them. Parameters that already
-    have values, and attributes set since the skeleton was made, are kept. Raises ConfigurationError if the constructor
-    fails, or builds a module with different names or shapes, and for a parameter that was modified on meta.
-    """
-    blueprint: Blueprint = vars(module)[BLUEPRINT]
-    for name, parameter, version in blueprint.versions:
-        if parameter.is_meta and parameter._version > version:
-            raise ConfigurationError(
-                f"{name} of layer {blueprint.place}, a {type(module).__name__}, was modified before the layer was "
-                "built, so the values are lost: call model.build() before you set values, or pass a function that sets "
-                "them, PipelinePlugin(init_weights=fn)"
-            )
-    with explained(  # also for errors in the user's constructor
-        lambda error: ConfigurationError(
-            f"layer {blueprint.place}, a {type(module).__name__}, was built on meta, but cannot be built with "
-            f"allocated tensors: {summary(error)}"
-        )
-    ):
-        with seeded(number(seed, f"layer {blueprint.place}")):
-            built = blueprint.make()
-        _take(module, built, blueprint)
-    del module.__dict__[BLUEPRINT]
-
-
-def blank_buffers(module: nn.Module) -> None:
-    """Allocate zero-filled CPU buffers for a skeleton that this rank does not build: traces and checkpoints need these
-    buffers."""
-    for inner in module.modules():
-        for key, buffer in inner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                inner._buffers[key] = torch.zeros_like(buffer, device="cpu")
-
-
-@torch.no_grad()
-def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
-    """Copy the values, buffers and attributes of `built` to `module`. References to submodules and tensors of `built`
-    become references to the corresponding objects in `module`. Objects that the constructor has not made are not
-    copied."""
-    paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
-    if paths != built_paths:
-        raise ValueError(f"the modules differ (the first difference is {min(paths ^ built_paths)})")
-    parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, *_ in blueprint.before}
-    _give_values(module, built, blueprint, parts)
-    taken: list[Place] = []
-    for path, inner, before, entries in blueprint.before:
-        source = built.get_submodule(path)
-        for key, value in source._buffers.items():
-            skeleton = inner._buffers.get(key)
-            if value is not None and skeleton is not None:
-                if skeleton.is_meta:
-                    inner._buffers[key] = _like(value, skeleton, f"{path}.{key}".lstrip("."))
-                parts[id(value)] = inner._buffers[key]
-        for key, value in _plain_attributes(source).items():
-            now = vars(inner).get(key)
-            if now is before.get(key):
-                taken += _unchanged(Place(vars(inner), key, now, value), entries.get(key), parts)
-    for place in taken:
-        _match(place.now, place.built, parts, set())
-    found = list(reached((place.built for place in taken), parts))
-    memo = Memo(parts | {id(one): one for one in found if not (inside(one) or _is_copyable(one))}, found)
-    for place in taken:
-        place.holder[place.key] = copy.deepcopy(place.built, memo)
-    memo.fill()
-
-
-class Place(NamedTuple):
-    """An attribute of a skeleton's module, or an entry of a collection in it, with the value of the built module."""
-
-    holder: Any
-    key: Any
-    now: Any
-    built: Any
-
-
-def _unchanged(place: Place, before: Any, parts: dict[int, Any], around: tuple[Any, ...] = ()) -> Iterator[Place]:
-    """The place itself if its entries are those `before`; otherwise the unchanged places in its collection, which stays
-    the same object."""
-    now, built = place.now, place.built
-    if _are_same(_entries(now, around), before):
-        yield place
-    elif isinstance(now, COLLECTIONS) and type(now) is type(built):
-        parts[id(built)] = now
-        if now is built or isinstance(now, MutableSet) or type(before) is not dict:
-            return
-        theirs = _held(built)
-        for key, entry in _held(now).items():
-            if key in theirs and key in before:
-                yield from _unchanged(Place(now, key, entry, theirs[key]), before[key], parts, (*around, now))
-
-
-def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, parts: dict[int, Any]) -> None:
-    """Give the parameters on meta in `module` their values in `built`, and add all parameters to `parts`. Since the
-    skeleton was made, a parameter may have been tied, or its module wrapped by an adapter, under another name."""
-    values = dict(built.named_parameters(remove_duplicate=False))
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    known = {name: parameter for name, parameter, _ in blueprint.versions} | parameters
-    with without_weakrefs(module):
-        for name, value in values.items():
-            parts[id(value)] = parameter = known[name]
-            if parameter.is_meta:
-                give(parameter, _like(value.detach(), parameter, name))
-    if blank := [name for name, parameter in parameters.items() if parameter.is_meta]:
-        raise ValueError(
-            f"its constructor does not create {listed(blank, 3)}. Call model.build() before you add adapters, "
-            "parametrizations or parameters"
-        )
-
-
-def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None:
-    """Add to `parts` objects in `now` that `deepcopy` must not copy. `before` is the corresponding value in the
-    skeleton: what both contain exists outside the layer."""
-    if before is now:
-        parts.setdefault(id(now), now)
-    if type(before) is not type(now) or id(now) in parts or id(now) in seen:
-        return
-    seen.add(id(now))
-    twins, entries = inside(before), inside(now)
-    for step in entries.keys() & twins.keys():
-        _match(twins[step], entries[step], parts, seen)
-
-
-def _is_copyable(value: Any) -> bool:
-    """Whether deepcopy copies a value, unlike a lock, a stream or the result of an operator."""
-    if isinstance(value, Tensor):
-        return value.is_leaf
-    try:
-        copy.deepcopy(value)
-    except Exception:  # deepcopy may raise anything
-        return False
-    return True
-
-
-def _entries(value: Any, around: tuple[Any, ...] = ()) -> Any:
-    """The entries of a collection, and of the collections in it, as dicts. Any other value is returned as it is."""
-    if any(value is outer for outer in around):
-        return ...
-    if not isinstance(value, (*COLLECTIONS, tuple)):
-        return value
-    return {key: _entries(entry, (*around, value)) for key, entry in _held(value).items()}
-
-
-def _held(collection: Any) -> dict[Any, Any]:
-    """The entries of a collection by their keys or indices."""
-    return dict(entries_of(content_of(collection, "item" if isinstance(collection, MutableMapping) else "list")))
-
-
-def _are_same(before: Any, now: Any) -> bool:
-    """Whether two results of `_entries` are equal."""
-    if type(before) is dict and type(now) is dict:
-        return before.keys() == now.keys() and all(_are_same(before[key], now[key]) for key in before)
-    return is_same(before, now)
-
-
-def _like(value: Tensor, skeleton: Tensor, name: str) -> Tensor:
-    if value.shape != skeleton.shape:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, but {tuple(skeleton.shape)} on meta")
-    return value.to(skeleton.dtype)
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}

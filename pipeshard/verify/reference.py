@@ -32,9 +32,10 @@ from pipeshard.graph.snapshot import Snapshot
 from pipeshard.hf import disable_caches
 from pipeshard.private import tree_map_only
 from pipeshard.split.adapters import begin
-from pipeshard.split.initialize import InitWeights, build, initialize, skeletons
+from pipeshard.split.initialize import InitWeights, initialize
 from pipeshard.split.materialize import allocate
 from pipeshard.split.packed import packed_layers
+from pipeshard.split.skeleton import build, skeletons
 
 PACKED_STD = 0.02  # standard deviation of the values for a quantized weight
 # Objects without state of a model, which copies share: data, files, connections, locks, writers and progress bars.

@@ -22,7 +22,7 @@ from torch import nn
 from pipeshard import PipelinePlugin, Policy
 from pipeshard.distributed.collectives import whole
 from pipeshard.engine.groups import replace_parameters
-from pipeshard.engine.optimizer import give_hooks
+from pipeshard.engine.optimizer_hooks import give_hooks
 from pipeshard.errors import ConfigurationError
 from tests import zoo
 from tests.hunt.loops import Sides

@@ -1,0 +1,32 @@
+"""Optimizer hooks: the step hooks of optimizers whose constructor does not call Optimizer.__init__."""
+
+import functools
+from collections import OrderedDict
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from pipeshard.garbage import weak
+
+
+def give_hooks(optim: Optimizer) -> None:
+    """Make the step of an optimizer call its hooks, even if its constructor does not call Optimizer.__init__. Many
+    classes that wrap another optimizer do not, such as Lookahead."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if not isinstance(hooks := getattr(optim, name, {}), OrderedDict):
+            setattr(optim, name, OrderedDict(hooks))
+    step: Any = optim.step
+    if getattr(step, "hooked", False):
+        return
+
+    @functools.wraps(step)  # with the attribute by which an LR scheduler knows the step that it has replaced
+    def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    is_of_class = getattr(step, "__self__", None) is optim
+    hooked: Any = Optimizer.profile_hook_step(step.__func__ if is_of_class else replacement)
+    hooked.hooked = True
+    bound: Any = functools.update_wrapper(weak(MethodType(hooked, optim)), hooked)
+    bound.__func__ = hooked  # for an LR scheduler, which replaces this step later
+    optim.step = bound  # type: ignore[method-assign]
