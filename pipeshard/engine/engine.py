@@ -103,7 +103,8 @@ class Pipeline:
     time.
 
     `costs(partition, flow, sample)` returns the cost of each unit call. It is called only for a partition by measured
-    times. If `config` is the result of a schedule search, `asked` is the config that the user passed.
+    times. If `config` is the result of a schedule search, `asked` is the config that the user passed. `trace` is
+    called like `traced`.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Pipeline:
         criterion: Criterion | None,
         costs: Callable[[str, Dataflow, Batch], Sequence[float]],
         asked: PipelineConfig | None = None,
+        trace: Callable[..., tuple[Batch, Dataflow]] = traced,
     ) -> None:
         self.config, self.grid, self.model, self.device = config, grid, model, grid.device
         self.asked = asked or config
@@ -147,7 +149,7 @@ class Pipeline:
         self.reader = Reader(row_dims, self.cuts.microbatches, self.cuts.is_several, grid, self.precision)
         sample = self.reader.settle(sample)
         with self.precision.seeming(model), self.precision.running():
-            sample, flow = traced(config, model, sample, self.criterion, named_modules_of(partition), self.device)
+            sample, flow = trace(config, model, sample, self.criterion, named_modules_of(partition), self.device)
             measured = costs(partition, flow, sample) if is_profile(partition) else None
         self.policy = divided(config, grid, model, flow, sample, partition, measured)
         if config.is_ragged:

@@ -86,6 +86,9 @@ class Settings:
         return {place for place in a.keys() | b.keys() if place not in a or place not in b or a[place] != b[place]}
 
 
+OF_ANY_COPY = (TensorSpec, Known, Enum, *PLAIN)  # leaves that do not refer to objects of one copy of the model
+
+
 class UnitCall(NamedTuple):
     """A unit call to answer; `leaves` and `tree` are its flattened (args, kwargs)."""
 
@@ -130,7 +133,7 @@ class Kind:
         changed no list of the unit, and returned no opaque object."""
         common = any(step.how in ("cell", "global", "class") for part in self.parts for step in part.source.place)
         lists = any(p.source.how in LISTS and p.source.place[0].key == UNIT for p in self.parts)
-        opaque = any(not isinstance(leaf, (TensorSpec, Known, Enum, *PLAIN)) for leaf in self.leaves)
+        opaque = any(not isinstance(leaf, OF_ANY_COPY) for leaf in self.leaves)
         return not (self.met or common or lists or opaque)
 
     @cached_property

@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import Batch
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.local import LocalGrid, LocalWorld
+from pipeshard.engine.division import traced
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import set_training
 from pipeshard.errors import DeadlockError, MessageSizeError
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.kinds import OF_ANY_COPY
 from pipeshard.graph.rng import Draws
+from pipeshard.graph.shapes import Count
+from pipeshard.graph.unit_outputs import Known
 from pipeshard.split.partition import is_profile
 from pipeshard.split.policy import Policy
 from pipeshard.verify.reference import Copies, Weights
@@ -37,17 +41,24 @@ class Unproven(Exception):
 
 
 class LocalRank:
-    """One rank: a copy of the model that the engine traces and splits, as in a separate process. A list of cuts does
-    not fit a smaller copy (`is_smaller`)."""
+    """One rank: a copy of the model that the engine traces with `trace` and splits, as in a separate process. A list of
+    cuts does not fit a smaller copy (`is_smaller`)."""
 
-    def __init__(self, config: PipelineConfig, grid: LocalGrid, own: Copies, is_smaller: bool) -> None:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        grid: LocalGrid,
+        own: Copies,
+        is_smaller: bool,
+        trace: Callable[..., tuple[Batch, Dataflow]],
+    ) -> None:
         self.own, self.model = own, own.model
         self.foreign = own.foreign()  # before anything is replaced
         partition, *_ = config.settled(self.model, own.criterion)
         # A profile is measured by all processes together. Unlike "auto", "uniform" overrides the model's hints.
         if is_profile(partition) or (is_smaller and not isinstance(partition, str)):
             config = replace(config, partition="uniform")
-        self.pipeline = Pipeline(config, grid, self.model, own.sample, own.criterion, _no_costs)
+        self.pipeline = Pipeline(config, grid, self.model, own.sample, own.criterion, _no_costs, trace=trace)
         own.sample = self.pipeline.reader.settle(own.sample)
         self.optimizer: PipelineOptimizer | None = None
 
@@ -81,15 +92,23 @@ class LocalPipeline:
     ) -> None:
         self.replicas, self.num_stages = replicas, config.pp_size
         self.world = LocalWorld(replicas * config.pp_size, note, lambda: Draws.from_here(device))
+        self._traced: tuple[Batch, Dataflow] | None = None
         own = [make() for _ in range(self.world.size)]
         proven = as_proven(config, replicas)
 
         def build(rank: int) -> LocalRank:
             grid = LocalGrid(self.world, rank, config.pp_size, replicas, device)
-            return LocalRank(proven, grid, own[rank], is_smaller)
+            return LocalRank(proven, grid, own[rank], is_smaller, self._trace)
 
         self.ranks = self._run(build)
         self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement
+
+    def _trace(self, *of_copy: Any) -> tuple[Batch, Dataflow]:
+        """Trace a copy of the model. The trace of the first copy is used for all copies, if it fits them: a trace takes
+        longer than all other preparations of a rank."""
+        if self._traced is None or not _fits_all_copies(self._traced[1]):
+            self._traced = traced(*of_copy)
+        return self._traced
 
     def _run(self, work: Callable[[int], T]) -> list[T]:
         """Run `work` on all ranks. Raises Different for a deadlock, or a message of an unexpected size."""
@@ -190,6 +209,16 @@ def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
         verify=False,
         num_slices=SLICES if config.num_slices == "auto" else config.num_slices,
     )
+
+
+def _fits_all_copies(flow: Dataflow) -> bool:
+    """Whether the Dataflow of one copy of a model refers to no object of this copy, as a constant or in a path."""
+    leaves = [leaf for call in flow.calls for leaf in call.leaves]
+    paths = [part.source.place for call in flow.calls for part in call.parts]
+    paths += [leaf.path for leaf in leaves if isinstance(leaf, Known)]
+    paths += [*(place.path for place in flow.carried), *(place.place for place in flow.observed), *flow.passing]
+    keys = [step.key for path in paths for step in path]
+    return all(isinstance(value, (Count, *OF_ANY_COPY)) for value in (*leaves, *keys))
 
 
 def stepped(optimizer: Any) -> None:
