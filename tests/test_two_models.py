@@ -402,7 +402,7 @@ def of_other_precision() -> None:
 def test_two_models_of_which_one_has_a_loss_scale_are_refused(pool: Pool) -> None:
     """The gradients of the other one kept the factor 65536."""
     for message in pool.run_expecting(UsageError, of_other_precision, 1):
-        assert "of which only one has a loss scale" in message
+        assert "but only one of them has a loss scale" in message
 
 
 class Rivals:

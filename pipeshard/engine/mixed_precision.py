@@ -2,8 +2,8 @@
 
 torch.autocast casts per operator and keeps fp32 parameters, which need twice the memory and bandwidth of 16-bit
 parameters. Here, a stage's parameters are cast as `from_pretrained(dtype=...)` would cast them: parameters that an
-architecture keeps in fp32 stay in fp32. Each trained parameter has an fp32 copy, its MasterWeight. Optimizers only
-update MasterWeights. Autocast is available as an option.
+architecture keeps in fp32 stay in fp32. Optimizers update fp32 copies of the trained
+16-bit parameters (`MasterWeight.master`). Autocast is available as an option.
 """
 
 import math
@@ -68,7 +68,7 @@ def computed_in(tensor: Tensor) -> torch.dtype:
 
 
 def filled_like(loss: Tensor, value: float) -> Tensor:
-    """A gradient for `loss` that consists of `value`. In fp16, values above 65504 become inf, so that the step is
+    """A gradient for `loss`, filled with `value`. In fp16, values above 65504 become inf, so that the step is
     skipped. On CUDA, torch.full_like raises RuntimeError for such a value."""
     return torch.full_like(loss, value, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
@@ -84,8 +84,8 @@ class MasterWeight:
         owner: with ZeRO, the replica that updates the parameter for all replicas (only this replica has the fp32 master
         weight); otherwise None.
         noted: the states of the parameter and of `master`, by id, when they were last equal (see WeightCopies).
-        shared: their states after they were last sent to the other replicas.
-        is_due: whether a write was copied from one of them to the other, but not sent to the other replicas yet.
+        shared: the states of both after they were last sent to the other replicas.
+        is_due: whether a write was copied between the parameter and `master`, but not yet sent to the other replicas.
         moved: a function to call after the shard has moved to other memory, or None.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
@@ -135,8 +135,8 @@ class MasterWeight:
         whether they are now equal. Raises UsageError if the loop has written different values to both.
 
         A write to `master` is always copied to the parameter. If `adopts`, a write to the parameter is copied to
-        `master`, but only in the elements that differ. So `master` does not change if a loop replaces and then restores
-        the values of a 16-bit parameter.
+        `master`, except elements that equal `master` rounded to the parameter's dtype. So `master` keeps its precision
+        if a loop replaces and then restores the values of a 16-bit parameter.
         """
         if self.is_double and is_written:
             value = local(self.parameter).to(self.master.device)
@@ -157,8 +157,8 @@ class MasterWeight:
 
     @torch.no_grad()
     def replace_data(self, tensor: Tensor, value: Tensor) -> bool:
-        """Replace the data of a sharded parameter, or of the `master` that shares the shard's memory: torch would leave
-        the other tensor, and the DTensor's shard, in the former memory."""
+        """If `tensor` is the parameter, or a `master` that shares its shard's memory, replace this shard with this
+        rank's part of `value`, and return True. Otherwise, return False. torch would replace only `tensor`'s data."""
         shares = self.master is not self.parameter and not self.is_double
         if tensor is not self.parameter and not (shares and tensor is self.master):
             return False
@@ -213,8 +213,7 @@ class MasterWeight:
 
     @torch.no_grad()
     def take_value(self) -> None:
-        """Copy the updated values to the parameter, after an optimizer step. A shard shares the parameter's memory and
-        needs no copy."""
+        """Copy the values of `master` to the parameter, unless both share memory."""
         if self.is_double:
             local(self.parameter).copy_(self.master)
 
@@ -227,8 +226,8 @@ class MasterWeight:
     def load(self, value: Tensor) -> bool | None:
         """Load this rank's shard of the full tensor `value` of a checkpoint. If the current fp32 master weight rounds
         to this shard, it is kept, since it may have been loaded with the checkpoint's optimizer state. Returns whether
-        the current values were kept, or None if values of one precision were replaced: this rank computes in the
-        precision of its master weight, or the checkpoint has the master weight (a save with fsdp)."""
+        the fp32 master weight was kept. Returns None if there is nothing to compare: the model computes in the dtype of
+        `master`, or the checkpoint contains fp32 values (a save with fsdp)."""
         part = slice_like(value, self.parameter).to(self.master.device)
         is_kept = None
         if self.is_precise and part.dtype is computed_in(self.parameter):
@@ -241,7 +240,7 @@ class MasterWeight:
         self.set_part(self.master.detach().to(computed_in(self.parameter)))
 
     def blank(self) -> None:
-        """Mark an fp32 master weight that is not loaded yet as unknown: its memory may contain values of an earlier
+        """Fill an fp32 master weight that is not loaded yet with NaN: its memory may contain values of an earlier
         model."""
         if self.is_precise:
             self.master.data.fill_(math.nan)
@@ -284,8 +283,8 @@ def casts_have_graphs() -> bool:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`tensor` in a 16-bit dtype. Finite values beyond its range become its smallest or largest value: with -inf in an
-    additive mask, a row that is masked everywhere would be NaN."""
+    """`tensor` in a 16-bit dtype. Finite values beyond the dtype's range become its smallest or largest value: if an
+    additive mask contained -inf instead, the softmax of a fully masked row would be NaN."""
     assert dtype is not None
     low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
     return torch.where(tensor.isfinite(), tensor.clamp(low, high), tensor).to(dtype)
@@ -358,8 +357,8 @@ class Precision:
         return full
 
     def of_batch(self, batch: Batch) -> Batch:
-        """Cast the batch's fp32 tensors (images, audio) to the model's precision, except targets and what only the
-        criterion receives."""
+        """Cast the batch's fp32 tensors (images, audio) to the model's precision, except targets and leaves that
+        only the criterion receives."""
         if not self.lowers:
             return batch
 

@@ -26,8 +26,8 @@ class Whole:
     """Calls the model of a one-stage pipeline outside steps, and accumulates the gradients of a loss.
 
     Attributes:
-        adding: while `backward` is running, the models that accumulate gradients, in the order in which it reaches
-            them, which is the same on all replicas. The first one has scaled the loss.
+        adding: while `backward` is running, the Wholes whose models accumulate gradients, in the same order on all
+            replicas. The first one is the one whose `backward` was called; its loss scale applies to all.
     """
 
     adding: ClassVar[list["Whole"]] = []
@@ -70,8 +70,8 @@ class Whole:
 
     @together_in("booster.backward")
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of the unweighted mean of the replicas' losses, also those of other models on whose
-        outputs the loss depends (the critic of a GAN)."""
+        """Accumulate the gradients of the unweighted mean of the replicas' losses, in this model and in
+        other boosted models on whose outputs the loss depends (such as the critic of a GAN)."""
         pipeline = self.pipeline
         if pipeline.gradients.copies.zero:
             pipeline.gradients.copies.refuse_differing()
@@ -90,8 +90,9 @@ class Whole:
         is_alike = (scaling is None) == (self.pipeline.scaling is None)
         if not is_alike and any(parameter.requires_grad for parameter in self.pipeline.model.parameters()):
             raise UsageError(
-                "the loss depends on two boosted models, of which only one has a loss scale (precision='fp16'): boost "
-                "both with the same precision, or freeze one of them for this loss"
+                "the loss depends on two boosted models, but only one of them has a loss scale (precision='fp16'): "
+                "boost both with the same precision, or call requires_grad_(False) on the model that this loss does "
+                "not train"
             )
         self.pipeline.gradients.add_to(scaling)
         if problems := self.pipeline.sync.problems():
@@ -121,7 +122,7 @@ def accumulates(parameters: Iterable[nn.Parameter]) -> bool:
                 return True
     if not (trained and allows_checkpoints()):
         return False
-    # A custom function may run a backward pass of its own, as a reentrant checkpoint does.
+    # A custom autograd.Function may run its own backward pass, as a reentrant checkpoint does.
     functions = (node for node in nodes_from([current_node()]) if isinstance(node, BackwardCFunction))
     following = (node for each in functions for node, _ in each.next_functions if node is not None)
     return any(map(will_execute, following))
@@ -133,11 +134,11 @@ ASKED_BY = {
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
 }
 
-# A thread of transformers would call the part as if it were the whole model, and only log the errors.
+# A thread of transformers would call this rank's part as if it were the whole model, and would only log the errors.
 NOT_CONTINUOUS = (
     "continuous batching needs all layers of the model on one rank, but this rank holds only a part. Instead of "
     "generate_batch, or of generate with cache_implementation='paged', call model.generate(...) of the boosted model "
-    "(trainer.generate(...) of a Trainer) on every rank, with the prompts as one padded batch"
+    "(in a Trainer: trainer.generate(...)) on every rank, with the prompts as one padded batch"
 )
 
 LATER = (
@@ -148,7 +149,7 @@ LATER = (
 # Attributes of PipelineModel itself; all others are the model's.
 OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})
 OWN_METHODS = ("forward", "compile", "extra_repr", "zero_grad")
-# Methods of nn.Module that are called on the model itself, so that names, children, hooks and keys are the model's.
+# Methods of nn.Module that are delegated to the model, so that names, children, hooks and keys are the model's.
 PUBLIC = [name for name, value in vars(nn.Module).items() if callable(value) and not name.startswith("_")]
 ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
 
@@ -199,7 +200,7 @@ class PipelineModel(nn.Module):
             module.training = mode
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy, or a pickled model, is one of the original model, since process groups can be neither copied nor
+        """Copy or pickle the original model instead of this object, since process groups can be neither copied nor
         pickled."""
         return _itself, (self.module,)
 

@@ -1,4 +1,4 @@
-"""Norm guard: raises UsageError if torch clips, or takes the norm of, all gradients of only one stage, or scaled ones.
+"""Norm guard: raises UsageError if torch clips, or computes a norm of, incomplete, sharded or scaled gradients.
 
 `torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. While a boosted model is alive, the
 guard patches the functions in place, so it also works if a loop, a hook or a library has already imported them. A
@@ -30,7 +30,7 @@ FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm, clip_grad_value_
 class NormGuard(Guard):
     """Checks the arguments of torch's functions that clip gradients or compute their norm."""
 
-    _is_single = False  # whether the loop has passed one tensor; clip_grad_norm_ passes get_total_norm a list of it
+    _is_single = False  # whether the loop has passed one tensor; clip_grad_norm_ then passes a list to get_total_norm
 
     def install(self) -> None:
         checks = self._check_parameters, self._check_gradients, self._check_values
@@ -87,8 +87,8 @@ class NormGuard(Guard):
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
         """Raise UsageError if `held` is incomplete because of the split: `held` contains all of this rank's parameters
         with gradients in the model or in an optimizer group, but no parameter that another stage holds or another
-        replica updates. A single tensor is never incomplete; a list of one parameter may be the rest of a group. Also
-        raise UsageError if the gradients are shards or are multiplied by the loss scale."""
+        replica updates. A single tensor is never incomplete, but a list of one parameter may be this rank's part of a
+        group. Also raise UsageError if the gradients are shards or are multiplied by the loss scale."""
         if held and gradients.is_scaled:
             raise UsageError(f"{SCALED.format(function)} {gradients.remedy}")
         if held and (shard := gradients.shard_of(held)):

@@ -27,7 +27,7 @@ SMALL = 1024  # bytes; smaller storages are not worth a copy
 
 
 class CudaTransfer:
-    """Copies tensors to and from pinned host memory, on a separate stream. They may run while the GPU computes."""
+    """Copies tensors to and from pinned host memory, on a separate stream, so that the GPU can compute meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -69,7 +69,7 @@ def has_own_memory(device: torch.device) -> bool:
 
 
 class Block:
-    """The host copy of a storage. `here` is None before `load`, and then the new copy on the device."""
+    """The host copy of a storage. `here` is the new copy on the device, or None before `load`."""
 
     def __init__(self, transfer: CudaTransfer, storage: torch.UntypedStorage) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -82,7 +82,7 @@ class Block:
 
 
 class Saved:
-    """A tensor (of a DTensor, this rank's shard) that autograd has saved: on the host as a view of `block`, or on the
+    """A tensor (for a DTensor, this rank's shard) that autograd has saved: on the host as a view of `block`, or on the
     device if `block` is None."""
 
     def __init__(self, tensor: Tensor, block: Block | None = None) -> None:
@@ -91,7 +91,7 @@ class Saved:
         if block is not None:
             part = local(tensor)
             self.view = part.storage_offset(), part.shape, part.stride()
-            free_storage(self.kept)  # keeps the version counter and, of a DTensor, the placements
+            free_storage(self.kept)  # keeps the version counter and, for a DTensor, the placements
 
     def tensor(self) -> Tensor:
         """Return the saved tensor on the device. Raises RuntimeError if the tensor was modified in place after it was
@@ -151,8 +151,9 @@ class Offload:
 
     @contextmanager
     def saving(self, i: int, stage: int) -> Iterator[Save | None]:
-        """Context manager for the F of microbatch i on a stage. Yields a function that saves the arguments of
-        recomputed units, or None if the activations stay on the device."""
+        """Context manager for the F of microbatch i on a stage. Yields a function that saves an
+        argument of a recomputed unit and returns a function that restores it, or None if the activations stay on the
+        device."""
         action = Action(Kind.F, i, stage)
         self.load(action)
         if self._stays(action):

@@ -178,14 +178,14 @@ class PipelineOptimizer(Optimizer):
         return {**self.optim.state_dict(), OF_RANK: self._names_of_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. Raises UsageError if it is that of a rank that updates other parameters."""
+        """Load the result of `state_dict`. Raises UsageError if it is from a rank that updates other parameters."""
         own = self._names_of_groups()
         if (saved := state_dict.get(OF_RANK, own)) != own:
             pairs = itertools.zip_longest(*(itertools.chain(*each) for each in (saved, own)))
             theirs, ours = next((pair for pair in pairs if pair[0] != pair[1]), ("other groups", "these groups"))
             raise UsageError(
-                f"this state dict is of a rank that updates {theirs or 'nothing'} where this rank updates "
-                f"{ours or 'nothing'}: optimizer.state_dict() contains the state of one rank only. Call "
+                f"this state dict is from a rank that updates other parameters ({theirs or 'nothing'} instead of "
+                f"{ours or 'nothing'}): optimizer.state_dict() contains the state of only one rank. Call "
                 "booster.save_optimizer(optimizer, folder, shard=True) and booster.load_optimizer(optimizer, folder) "
                 "on every rank instead, or keep one file for each rank and resume on the same ranks"
             )
@@ -230,9 +230,7 @@ class PipelineOptimizer(Optimizer):
                 weight.leave()
             elif weight.lacks_values and weight.parameter.requires_grad:
                 weight.complete()
-            elif (
-                weight.is_double and not weight.is_blank
-            ):  # a loop may have written to the parameter before an optimizer had it
+            elif weight.is_double and not weight.is_blank:  # a loop may have written to it before an optimizer had it
                 weight.follow(is_written=True, is_master_written=False, adopts=True)
         self._replace(updated, fresh.keys() - updated.keys())
 
@@ -265,8 +263,8 @@ class PipelineOptimizer(Optimizer):
 
     def gather_groups(self) -> None:
         """Add to `given` the names that other ranks passed: if a loop selects parameters of a boosted model by
-        `requires_grad`, each rank passes only its own. Groups at the same place are one group if their options are the
-        same. Call it on all ranks."""
+        `requires_grad`, each rank passes only its own. Groups with the same index are one group if their options are
+        the same. Call it on all ranks."""
         groups = zip(self.optim.param_groups, self.given, self.options)
         own = [(options_of(group, keys), sorted(names)) for group, names, keys in groups]
         of_ranks = gather_objects(own, self.grid.world)
@@ -296,8 +294,8 @@ class PipelineOptimizer(Optimizer):
                     self._refuse_boosted()
                     raise ConfigurationError(
                         f"group {k} of the optimizer contains a parameter of shape {tuple(parameter.shape)} that is "
-                        "not in the model, so no stage would train it. Does it belong to another model, or to the "
-                        "criterion? Give each model its own optimizer, and move the parameters of the loss into the "
+                        "not in the model, so no stage would train it. Is it a parameter of another model or of the "
+                        "criterion? Give each model its own optimizer, and move the criterion's parameters into the "
                         "model"
                     )
                 names[parameter] = self.gradients.names[parameter]
@@ -307,7 +305,7 @@ class PipelineOptimizer(Optimizer):
         """Raise UsageError if another PipelineOptimizer has put its master weights into the groups."""
         if self.optim in _newest and _newest[self.optim]() is not self:
             raise UsageError(
-                f"this {type(self.optim).__name__} was already boosted: pass the model and the optimizer that boost "
+                f"this {type(self.optim).__name__} was already boosted: use the model and the optimizer that boost "
                 "returned, or create both again"
             )
 
@@ -410,7 +408,7 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _before_update(self, *_: Any) -> None:
-        """Refuse or record the inner optimizer's update. This is the last hook that runs before the update.
+        """Refuse a step outside `step`, and apply the writes of pre-hooks. This is the last pre-hook.
 
         torch wraps the `step` of each class whose instances it has seen, so the hooks run again if a step calls
         super().step(). Only the outermost step counts as an update.
@@ -482,8 +480,8 @@ class PipelineOptimizer(Optimizer):
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
-        clipping. If neither has computed this norm, compute the norm of the current gradients. Every rank must then
-        call this method."""
+        clipping. If neither has computed this norm, compute the norm of the current gradients; in this case,
+        every rank must call this method."""
         if self.gradients.norm is not None and self.gradients.norm_type == norm_type:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):

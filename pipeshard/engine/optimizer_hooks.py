@@ -20,7 +20,7 @@ def give_hooks(optim: Optimizer) -> None:
     if getattr(step, "hooked", False):
         return
 
-    @functools.wraps(step)  # with the attribute by which an LR scheduler knows the step that it has replaced
+    @functools.wraps(step)  # copies the attribute by which an LR scheduler recognizes a step that it has replaced
     def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
@@ -28,5 +28,5 @@ def give_hooks(optim: Optimizer) -> None:
     hooked: Any = Optimizer.profile_hook_step(step.__func__ if is_of_class else replacement)
     hooked.hooked = True
     bound: Any = functools.update_wrapper(weak(MethodType(hooked, optim)), hooked)
-    bound.__func__ = hooked  # for an LR scheduler, which replaces this step later
+    bound.__func__ = hooked  # an LR scheduler reads it when it replaces this step
     optim.step = bound  # type: ignore[method-assign]

@@ -3,8 +3,8 @@
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
 compute different updates on every stage. For the optimizers of torch, bitsandbytes and torchao, the result is known,
 and they are not run. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each
-half, and the updates are compared. A collective of all ranks in this trial is refused: each rank has other parameters
-in a step.
+half, and the updates are compared. An optimizer that calls a collective of all ranks in this trial is refused, since
+each rank updates different parameters in a step.
 """
 
 import copy
@@ -63,7 +63,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     if aligned := sorted(options_per_parameter(optimizer)):
         raise ConfigurationError(
             f"a parameter group of {name} has the option {aligned[0]!r} with one value for each parameter, but each "
-            "rank has only some of the parameters, so the values would be those of other parameters: put parameters "
+            "rank has only some of the parameters, so the values would apply to the wrong parameters: put parameters "
             "with different values into different groups, use another optimizer, or use pp_size=1 without tp_size, "
             "ep_size, zero_stage and fsdp"
         )
@@ -83,17 +83,17 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     except Exception as error:  # a user's class may raise anything
         if grid.first and lone.waiting is None:
             logger.warning(
-                "could not check whether %s updates each parameter independently (%s: %s). If not, the split model "
-                "trains differently from the unsplit model",
+                "could not check whether %s updates each parameter independently (%s: %s). If it does not, the split "
+                "model trains differently from the unsplit model",
                 name, type(error).__name__, error,
             )  # fmt: skip
         couples = divides = False
     if lone.waiting is not None:
         raise ConfigurationError(
             f"{name} exchanges tensors with all ranks {lone.waiting}, but each rank updates different parameters, so "
-            "it would mix those of different layers. Use the optimizer's variant for one device (SingleDeviceMuon, "
-            "torch.optim.Muon): zero_stage=1 divides the state and the work of any optimizer among replicas. Or use "
-            "pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
+            "the exchange would mix tensors of different parameters. Use the optimizer's single-device variant "
+            "(SingleDeviceMuon, torch.optim.Muon); to divide its state and work among replicas, pass zero_stage=1. Or "
+            "use pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
         )
     if couples:
         raise ConfigurationError(
@@ -101,7 +101,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             "estimate over all parameters, random numbers, or the optimizer's own list of parameters), but each rank "
             "has only some of the parameters. Keep per-parameter state in self.state[parameter], turn off the "
             "optimizer's own clipping (timm's Lamb: max_grad_norm=None; max_norm clips by the norm of the whole "
-            "model), use another optimizer, or use pp_size=1 without zero_stage and fsdp"
+            "model), use another optimizer, or use pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
         )
     if divides:
         raise ConfigurationError(
@@ -111,7 +111,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 
 def rounds_at_random(optimizer: Optimizer) -> bool:
-    """Whether an optimizer, such as those of torchao, rounds updates with random numbers."""
+    """Whether an optimizer, such as one of torchao's, rounds updates of bf16 parameters stochastically."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     is_asked = bool(getattr(optimizer, "bf16_stochastic_round", False))
     return is_asked and any(parameter.dtype is torch.bfloat16 for parameter in parameters)
@@ -194,7 +194,7 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
 
 
 def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Tensor]:
-    """Return small random tensors for the first `few` parameters of each group (for all if None). With `sliced`, only
+    """Return small random tensors for the first `few` parameters of each group (None: all). With `sliced`, only
     parameters with several rows are included."""
     generator = torch.Generator().manual_seed(0)
     shapes = {

@@ -2,7 +2,7 @@
 
 Only the last stage has outputs. The logits of a whole batch may need more memory than the rest of a step, so a step
 keeps only the outputs that `return_outputs` requests. If the trace shows an output that cannot be merged for the whole
-batch (a scalar, a samples-by-samples matrix), every rank raises UsageError before the step.
+batch (a scalar other than the loss, a samples-by-samples matrix), every rank raises UsageError before the step.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -58,7 +58,8 @@ class Outputs:
     """The outputs that `return_outputs` requests from one step, collected from the microbatches that have run.
 
     Attributes:
-        needed: the fields of the model's output that the last stage needs in addition to the loss, or True for all.
+        needed: the fields of the model's output that the last stage needs in addition to the loss (True: all, False:
+            none).
         with_loss: whether the batch's loss is part of the result.
 
     Raises UsageError for an invalid request.
@@ -102,7 +103,7 @@ class Outputs:
                 raise UsageError(
                     f"return_outputs={self} requests the model's output{name and ' '}{name}, a {kind}, whose tensors "
                     "cannot be collected from stages and microbatches. Return a dict, a tuple, a named tuple or a "
-                    "ModelOutput of transformers from forward, register the class with "
+                    "transformers ModelOutput from forward, register the class with "
                     "torch.utils._pytree.register_pytree_node, or pass return_outputs='loss' or False"
                 )
         if is_cut and self.function is None:
@@ -118,8 +119,8 @@ class Outputs:
                 )
 
     def _check_merge(self, flow: Dataflow, batch: Batch) -> None:
-        """Raise UsageError if an output of a microbatch cannot be merged for the whole `batch`. An output that depends
-        only on parameters, and on leaves that each microbatch has in full, can."""
+        """Raise UsageError if an output of a microbatch cannot be merged for the whole `batch`. Outputs that
+        depend only on parameters and on leaves that each microbatch has in full can be merged."""
         for path, use, spec in flow.outputs if self.needed else ():
             if self._takes(path) and not _is_loss(use, spec, flow):
                 is_computed = bool(use.values or use.hidden or use.inputs & batch.parted)
@@ -197,9 +198,9 @@ class Outputs:
             self._failure = error
 
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """Merge the microbatches' outputs into one output of the same class: concatenate tensors along their batch
-        dimension, and replace the loss with the batch's `loss`. Any other value must be the same in all
-        microbatches."""
+        """Merge the microbatches' outputs into one output of the same class: concatenate tensors and arrays along
+        their batch dimension, and replace the loss with the batch's `loss`. Numbers, strings, and tensors and arrays
+        without a batch dimension must be the same in all microbatches. Other objects are the first microbatch's."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         is_whole = len(self._batches) == 1 and self._batches[0].place is None
@@ -227,7 +228,7 @@ class Outputs:
         """Raise UsageError if the output's structure differs between microbatches, or if the output contains a list
         with one entry per sample. `named` are the leaves of the first output, with their names."""
         if len({str(tree_flatten(output)[1]) for output in self.kept}) > 1:
-            raise _unmergeable("(its structure)", "depends on the number of samples")
+            raise _unmergeable("(its structure)", "differs between microbatches")
         rows = self._batches[0].rows
         nodes, _ = tree_flatten(self.kept[0], is_leaf=lambda node: type(node) is list and len(node) == rows)
         lists = [tree_tensors(node) for node in nodes if isinstance(node, list)] if not flow.axes.groups else []
@@ -277,7 +278,7 @@ class Outputs:
 
     def raise_failure(self, group: dist.ProcessGroup, is_doubtful: bool) -> bool:
         """Raise UsageError on every rank of `group` if a rank failed to collect the outputs. Returns whether
-        `is_doubtful` is true on any rank. Call it on all ranks."""
+        `is_doubtful` is true on any rank, or False if no outputs were requested. Call it on all ranks."""
         if not self.needed:
             return False
         failed, doubtful = gather(torch.tensor([self._failure is not None, is_doubtful]), group).any(0).tolist()
@@ -292,8 +293,8 @@ def _spans(
 ) -> dict[int, list[Span]]:
     """Map each sequence dimension of an output to the Spans of the microbatches. In the trace, a sequence dimension
     grows with the number of positions (if the trace has varied this number). In every microbatch, its size is the
-    number of positions, or less by a constant: next-token losses have fewer entries. Raises UsageError for any other
-    dimension that grows in the trace or differs between microbatches."""
+    number of positions, possibly minus a constant (next-token losses have fewer entries). Raises UsageError for any
+    other dimension that grows in the trace or differs between microbatches."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}

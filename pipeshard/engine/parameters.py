@@ -29,8 +29,8 @@ class HeldParameters:
     One holder of a parameter broadcasts the values to the other holders. Then the parameters are cast to 16 bits if
     `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
     replicas. Each of these conversions may replace parameters. `kind` is the class of the MasterWeights. With `copies`,
-    all slices of a stage use the gradients that the first computes for unsharded parameters: the slices' own gradients
-    differ on devices whose kernels are not deterministic.
+    all slices of a stage use the first slice's gradients of unsharded parameters: the slices' own gradients differ
+    on devices whose kernels are not deterministic.
 
     Attributes:
         held: the current parameters, by name (tied parameters: by their first name).
@@ -89,14 +89,14 @@ class HeldParameters:
         self.sync = GradientSync(self._buckets(self._summed_along, self.copied), tp_sharded, self.sharded)
 
     def refuse_cast(self) -> None:
-        """Raise UsageError if a parameter has been cast since boost (`model.half()`). Traces have the former dtypes,
-        and an fp32 master weight is recognized by its dtype. Quantized weights may replace parameters."""
+        """Raise UsageError if a parameter has been cast since boost (`model.half()`). Traces contain the earlier
+        dtypes, and an fp32 master weight is recognized by its dtype. A quantized (integer) parameter is allowed."""
         for name, parameter in self.held.items():
             if parameter.dtype is not self.dtypes[name] and parameter.is_floating_point():
                 raise UsageError(
                     f"the parameter {name} was {str(self.dtypes[name])[6:]} at boost, but is "
                     f"{str(parameter.dtype)[6:]} now: cast the model before boost, or pass precision='bf16' or 'fp16' "
-                    "to PipelinePlugin. After a cast for an evaluation, cast the model back before it trains"
+                    "to PipelinePlugin. If you cast the model for an evaluation, cast it back before training"
                 )
 
     def trained(self) -> dict[str, bool]:
@@ -131,8 +131,8 @@ class HeldParameters:
         return reduction_buckets(self.grid, self.policy, self.held, axes, copied)
 
     def _summed_along(self, name: str) -> tuple[int, ...]:
-        """The axes of the grid along which a parameter's gradients must be summed after the backward passes. Of copies
-        along TP, one is summed."""
+        """The axes of the grid along which a parameter's gradients must be summed after the backward passes. In a sum
+        along TP, only slice 0 contributes the gradient of a parameter in `copied`."""
         along_slices = name in self.partial or name in self.copied
         return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * along_slices
 
@@ -144,9 +144,9 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units, except parameters that glue reads, that have no dimensions, or that keep their
-        own precision. Without a cast, trained parameters whose dtype is not the most frequent in their unit are also
-        excluded, since FSDP reduces gradients of one dtype per unit."""
+        """The parameters that FSDP shards: those of held units, except parameters that glue reads, that have no
+        dimensions, or that keep their own precision. Without a cast, trained parameters whose dtype is not the most
+        frequent in their unit are also excluded, since FSDP reduces gradients of one dtype per unit."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for name in glue_parameters(self.policy.flow) | self.kept}
         for unit in self.units.values() if not self.lowers else ():
@@ -183,9 +183,10 @@ class HeldParameters:
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
     def problems(self, is_whole: bool) -> list[str]:
-        """Return error messages about hooks that would not run or would receive a part of a gradient, and about
-        modified partial gradients. `is_whole` means that a step has one microbatch and no slices. Warns once about
-        gradient hooks: a hook that runs on each microbatch's gradient is exact only if it is linear."""
+        """Return error messages about hooks that would not run or would receive only a part of a gradient, about
+        modified partial gradients, and about unfrozen shards whose dtype FSDP cannot reduce. `is_whole` means that a
+        step has one microbatch and no slices. Warns once about gradient hooks: a hook that runs on each microbatch's
+        gradient is exact only if it is linear."""
         problems = self.sync.problems() + [
             f"{name} has a gradient hook that would not run: {why}. Remove the hook, and modify the gradient between "
             "execute_pipeline and optimizer.step"
@@ -193,9 +194,9 @@ class HeldParameters:
         ]
         mixed = self.sharded.mixed() if self.sharded is not None else set()
         problems += [
-            f"{name} has been unfrozen, but its shard is {parameter.dtype}, and other trained shards of its "
-            "layer are not: FSDP reduces gradients of one dtype. Unfreeze it before boost, or use zero_stage=1 instead "
-            "of fsdp=True"
+            f"{name} has been unfrozen, but its shard is {parameter.dtype} and other trained shards of its layer have "
+            "another dtype, and FSDP reduces gradients of only one dtype per layer. Unfreeze it before boost, or use "
+            "zero_stage=1 instead of fsdp=True"
             for name, parameter in self.held.items()
             if parameter in mixed
         ]
@@ -223,7 +224,7 @@ class HeldParameters:
         """Yield the name of each parameter with a hook that autograd never calls, and the reason."""
         for name, weight in self.weights.items():
             if isinstance(weight.parameter, DTensor) and weight.parameter._backward_hooks:
-                yield name, "with fsdp, tp_size and ep_size, a step does not compute with the parameter's shard"
+                yield name, "with fsdp, tp_size or ep_size, a step does not compute with the parameter's shard"
             if weight.master is not weight.parameter and has_hooks(weight.master):
                 yield name, "the model does not compute with the tensor in the optimizer's groups"
 
@@ -236,6 +237,6 @@ class HeldParameters:
         hooked = [name for name in replaced if has_hooks(before[name])]
         if hooked := gather_lists(hooked, self.grid.world):
             raise ConfigurationError(
-                f"{hooked[0]} has a gradient hook, but fsdp, tp_size and ep_size replace the parameter with a sharded "
+                f"{hooked[0]} has a gradient hook, but fsdp, tp_size or ep_size replaces the parameter with a sharded "
                 "one: remove the hook, and modify gradients between execute_pipeline and optimizer.step"
             )

@@ -47,8 +47,8 @@ CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
 class Side(NamedTuple):
-    """The positions of a batch's decoder inputs, or of its encoder inputs (or only inputs). `total` is the number of
-    positions including padding; sample k needs the positions [first[k], end[k])."""
+    """The positions of the encoder inputs of a batch (or its only inputs), or of its decoder inputs. `total` is the
+    number of positions including padding; sample k needs the positions [first[k], end[k])."""
 
     total: int
     first: tuple[int, ...]
@@ -146,8 +146,8 @@ class Ragged:
 
     def _totals(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """The number of positions of each side in the batch: the second dimension of the side's token ids, embeddings
-        or labels. If ids and mask have several texts per sample (samples, choices, positions), the positions of all
-        texts count, and none is trimmed."""
+        or labels. If ids and mask have several texts per sample, with shape (samples, choices, positions), the
+        positions of all texts count, and none is removed."""
         leaves: dict[str, tuple[str, ...]] = {ENCODER: (IDS, "inputs_embeds")}
         if self.encoder_decoder:
             leaves[DECODER] = (f"decoder_{IDS}", "decoder_inputs_embeds", LABELS)
@@ -225,7 +225,7 @@ class Ragged:
         if counting := _answers(batch):
             return f"{counting[0]} counts padding. {on_right}"
         if needed not in batch.tensors:
-            return f"without {needed}, the model counts padding. {on_right}, or pass {needed}"
+            return f"without {needed}, the model's positions would count padding. {on_right}, or pass {needed}"
         return None
 
     def _side_of(self, path: str) -> str:
@@ -258,8 +258,8 @@ class Ragged:
 
     def padded(self, batch: Batch) -> list[Batch]:
         """Return the batch with 25 % more positions, all of them padding, so that every microbatch has padding to
-        remove. For models that do not run with so many positions, a second batch has 25 % fewer tokens instead, unless
-        it contains positions of answers."""
+        remove. For models that do not run with so many positions, also return a batch in which padding replaces 25 % of
+        the positions, unless the batch contains answer positions or nothing marks its padding."""
         sides = self._sides(batch)
         sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}
         cuts = [False] if _answers(batch) or not sides else [False, True]
@@ -312,7 +312,7 @@ class Ragged:
 
 
 def _answers(batch: Batch) -> list[str]:
-    """The leaves that contain positions of answers."""
+    """The paths of the leaves that contain answer positions, such as start_positions."""
     return [path for path in batch.tensors if path.endswith("_positions")]
 
 
@@ -321,7 +321,7 @@ def _quarter(side: Side) -> int:
 
 
 def _cut_of(side: Side) -> tuple[int, int]:
-    """The first position and the number of positions of a side without a quarter of its positions. Those of samples
-    with padding on the left are removed at the beginning."""
+    """The start and the length of the part that remains of a side without its last quarter or, if a sample has padding
+    on the left, without its first quarter."""
     length = max(1, side.total - _quarter(side))
     return side.total - length if any(side.first) else 0, length

@@ -44,7 +44,8 @@ def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
 
 
 def digest_tensors(tensors: Iterable[Tensor], is_sampled: Callable[[Tensor], bool]) -> str:
-    """Return a 56-bit hash of tensors, with only a sample of the values of large tensors for which `is_sampled`."""
+    """Return a 56-bit hash of tensors as a hex string. Large tensors for which `is_sampled(tensor)` is True contribute
+    only a sample of their values."""
     state = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
         state.update(_leaf_content(tensor, is_sampled(tensor)))
@@ -137,7 +138,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
         missing = sorted({path for r, (_, own) in enumerate(said) for path in paths[r // size].difference(own)})
         lone = (
             f"Some of these ranks lack {listed(missing)}. An entry that only one rank has, such as the outputs of "
-            "another model, which only the last stage's rank gets, must be broadcast to the other ranks "
+            "another model, which only the last stage's rank receives, must be broadcast to the other ranks "
             "(docs/training.md has an example). "
         )
         raise BatchError(
@@ -145,9 +146,9 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             f"{lone if missing else ''}"
             "Give every rank the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
             "batch_size, shuffle, seed) or, in a Trainer, self.accelerator.prepare(DataLoader(...)). Your own "
-            "DataLoader must not shard the data (DistributedSampler, accelerate's own Accelerator). If it shuffles, or "
-            "if its dataset or collator uses random numbers, use the same seed on all ranks, for example with "
-            "transformers.set_seed(0); shuffle(...) of a stream of `datasets` needs its own seed=0"
+            "DataLoader must not shard the data across stages (as DistributedSampler does by default, or accelerate's "
+            "own Accelerator). If it shuffles, or if its dataset or collator uses random numbers, use the same seed on "
+            "all ranks, for example with transformers.set_seed(0). A `datasets` stream needs shuffle(..., seed=0)"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)

@@ -32,14 +32,14 @@ REFUSED: dict[type, str] = {
     FullyShardedDataParallel: "PipelinePlugin(fsdp=True) shards parameters across replicas",
     FSDPModule: "PipelinePlugin(fsdp=True) shards parameters across replicas",
     ScriptModule: "no stage can release TorchScript parameters; compile=True compiles each layer",
-    ActivationWrapper: "pass recompute=True to PipelinePlugin: no save would find the names of this wrapper",
+    ActivationWrapper: "pass recompute=True to PipelinePlugin (checkpoints have no names for modules in this wrapper)",
 }
 
 
 def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, with a warning if `warns`.
-    Raises ConfigurationError for lazy parameters, quantized layers of other libraries, hooks of accelerate,
-    synchronized batch norms and modules in other wrappers."""
+    Raises ConfigurationError for lazy parameters, weights that torchao or bitsandbytes has quantized, flex_attention,
+    synchronized batch norms, accelerate's hooks and modules in other wrappers."""
     compiled = False
     while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
@@ -66,7 +66,7 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
             )
         if type(parameter).__module__.startswith("torchao."):
             raise ConfigurationError(
-                f"{name} is a {type(parameter).__name__} of torchao, which stages cannot hold. Create the model with "
+                f"{name} is a torchao {type(parameter).__name__}, which stages cannot hold. Create the model with "
                 "PipelinePlugin.from_pretrained(cls, folder, "
                 "quantization_config=TorchAoConfig(Int8WeightOnlyConfig())): each stage then quantizes its own weights"
             )
@@ -240,9 +240,9 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module], is_boosted:
 
 
 def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]], remedy: str) -> None:
-    """Raise ConfigurationError or BatchError if a module scales noise or computes RoPE frequencies from the number of
-    positions, and a batch in `cut` has parts with fewer positions. `remedy` is the message's advice for keeping a
-    batch's positions together."""
+    """Raise ConfigurationError if a module adds NEFTune noise, whose scale depends on the number of positions. Raise
+    BatchError if a module computes RoPE frequencies from the number of positions of a batch in `cut`, and a part of
+    this batch has fewer positions. `remedy` is the message's advice for keeping a batch's positions together."""
     modules = dict(model.named_modules())
     for name in (name for name, module in modules.items() if adds_noise(module)):
         raise ConfigurationError(

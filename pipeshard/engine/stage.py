@@ -41,8 +41,8 @@ from pipeshard.split.route import Route
 
 
 class NaNCheck:
-    """Checks that the results and parameters of a stage are finite, and with `gradients` also the gradients (which may
-    overflow under a loss scale). `parameters` are the stage's parameters by name.
+    """Checks that the results and parameters of a stage are finite, and with `gradients` also the gradients (False with
+    a loss scale, under which they may overflow). `parameters` are the stage's parameters by name.
 
     Every method raises NonFiniteError. The error names the stage, the microbatch (unless an optimizer's step is
     checked), and a non-finite parameter if there is one.
@@ -227,8 +227,8 @@ class Stage:
         offload = self.offload if self.train else None
         saving = offload.saving(i, self.index) if offload is not None else nullcontext()
         with self.around(), self.carry(route), saving as self.replay.save, self.replay.following(route) as zeros:
-            # autocast would cache the cast of a leaf, and gradients would be summed in this 16-bit cast. The model's
-            # hooks may let a result require a gradient that the earlier stages do not need.
+            # autocast would cache the cast of a leaf, and gradients would be summed in this 16-bit cast. Hooks of the
+            # model may call requires_grad_ on a received result: a view protects the leaf.
             is_lent = casting() or offload is not None
             lent = {v: t.view_as(t) if is_lent or not t.requires_grad else t for v, t in received.items()}
             called = microbatch.sliced or microbatch.batch
@@ -365,8 +365,8 @@ class Stage:
         loss, count = sum_and_count(output, in_step(self.criterion), microbatch.batch)
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
-                "the criterion returned two tensors that require a gradient, but the second of (sum, count) is a "
-                "divisor without a gradient: add up several losses in the criterion, or detach the count"
+                "the criterion returned two tensors that require a gradient, but the second is the count of (sum, "
+                "count), a divisor: return the sum of several losses as one tensor, or detach the count"
             )
         if self.train and loss is not None and self.criterion is not None:
             self._refuse_foreign(loss, output, received)

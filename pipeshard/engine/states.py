@@ -1,5 +1,5 @@
-"""States: the state of a boosted optimizer, which a loop reads and writes by the model's parameters, and its conversion
-for master weights."""
+"""States: a view of a boosted optimizer's state with the model's parameters as keys, and the conversion of states for
+master weights."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -69,8 +69,8 @@ class States(MutableMapping[Any, Any]):
 
 
 def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The state of a parameter, with values. States that a constructor created while the model was on meta have none;
-    only those of Adagrad are known, since they begin as constants."""
+    """The state of a parameter, with values for tensors that a constructor created while the model was on meta. Only
+    Adagrad's initial values are known (constants); raises ConfigurationError for any other optimizer."""
     blank = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.is_meta}
     start = {"step": 0.0, "sum": optim.defaults["initial_accumulator_value"]} if isinstance(optim, Adagrad) else {}
     if unknown := sorted(blank.keys() - start.keys()):
@@ -78,15 +78,15 @@ def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> 
         raise ConfigurationError(
             f"{name} created its state {unknown[0]!r} in its constructor, when the model was on meta, so this state "
             "has no values: create the states in the first step, as most optimizers do, or load the model with its own "
-            "from_pretrained instead of PipelinePlugin.from_pretrained, so that it has values before boost"
+            "class's from_pretrained instead of PipelinePlugin.from_pretrained, so that the model is not on meta"
         )
     return {**state, **{key: torch.full_like(value, start[key], device=device) for key, value in blank.items()}}
 
 
 def converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:
     """A state value of the tensor `before`, converted for the `master` of `weight`, which replaces this tensor. A value
-    on the same device is moved (not the step count, which most optimizers keep on the host). A value for each element
-    is cast if it had the tensor's dtype, and sharded if the tensor was a whole parameter."""
+    on the tensor's device is moved to the device of `master` (the step count is usually on the host, and stays). A
+    value of the tensor's shape is cast if it has the tensor's dtype, and sharded if the tensor is unsharded."""
     if not isinstance(value, Tensor):
         return value
     is_like = value.shape == before.shape

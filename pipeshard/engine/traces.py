@@ -1,8 +1,8 @@
 """Traces: caches the traces of all batches so far, and plans the microbatches of a step.
 
 A trace takes longer than a step of a small model, so traces are cached: for a batch of different sizes, shapes are
-computed from an existing trace. The model is traced again if the batch's structure, a flag of the model, or the result
-of a branch of glue on the batch's values differs.
+computed from an existing trace. The model is traced again if the batch's structure, a flag of the model, or the
+outcome of a glue branch that depends on values of the batch differs.
 """
 
 import logging
@@ -43,17 +43,18 @@ from pipeshard.split.route import Recompute
 logger = logging.getLogger("pipeshard")
 
 MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
-MOST_DOUBTS = 64  # at most so many microbatches of a step with a NaN loss confirm a Dataflow with random numbers
-NUMBERS = 4096  # at most this many numbers of ways are cached for a Dataflow; each size of a batch has its own
+MOST_DOUBTS = 64  # at most this many microbatches with a NaN loss confirm a Dataflow whose glue uses random numbers
+NUMBERS = 4096  # at most this many numbers of ways (one for each size of a batch) are cached for a Dataflow
 
 CHANGED = (
-    "%s changes in each step: now, %s is new. A change may decide which operations run, so pipeshard traces the model, "
-    "and verifies the loss, after each change, which may take longer than a step. If a number changes in each step, %s"
+    "%s changes in each step (most recently, %s). A change may decide which operations run, so after each change, "
+    "pipeshard traces the model and verifies the loss, which may take longer than a step. Store a number that changes "
+    "in each step %s if it is a weight, or as a bool if it selects a branch"
 )
 NEW = (
-    "the criterion is another one in each step%s, so pipeshard traces the model, and verifies the loss, in each step, "
-    "which may take longer than the step. Create the criterion once: store a number that changes as a float attribute "
-    "of an object with a method __call__, and pass tensors in the batch, under keys with the prefix 'criterion.'"
+    "each step uses a new criterion%s, so pipeshard traces the model and verifies the loss in each step, which may "
+    "take longer than the step itself. Create the criterion once: store a number that changes as a float attribute of "
+    "an object with a method __call__, and pass tensors in the batch, under keys with the prefix 'criterion.'"
 )
 
 
@@ -69,7 +70,7 @@ class FoundWays(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """A microbatch whose forward may have taken another way than that of `flow`. `draw` seeds the random numbers of its
+    """A microbatch whose forward may not have taken the way of `flow`. `draw` seeds the random numbers of its
     glue, as for a trace."""
 
     batch: Batch
@@ -93,11 +94,11 @@ class Traces:
         self.losses = LossShares(policy, self._find, self._is_unchanged, replicas if weight is None else None, weight)
         self.flags = Flags(policy.model)
         self.flags_of: dict[Hashable, Flags] = {}  # of criteria
-        self._looks = Looks()  # at criteria: those that were created again, and differ, are new
+        self._looks = Looks()  # at criteria: a criterion that was created again, and differs, is new
         self._dropped: list[Callable[[], Any]] = []  # weak references to the criteria that were dropped last
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
-        # The number of microbatches for which it was confirmed, with and without training.
+        # The number of microbatches that have confirmed a Dataflow, with training (True) and without.
         self._confirmed: WeakKeyDictionary[Dataflow, Counter[bool]] = WeakKeyDictionary()
         self._has_warned = False
         self.seen: WeakSet[Dataflow] = WeakSet()
@@ -126,18 +127,18 @@ class Traces:
             of_criterion = self._flags_of(criterion)
             self._state = self._state[0], of_criterion.number()
             self._looked.append(of_criterion)
-            self._warn_of_states(of_criterion, "the criterion", "set a float for a weight, and a bool for a branch")
-        self._warn_of_states(self.flags, "the model", "store a weight in a buffer, and set a bool for a branch")
+            self._warn_of_states(of_criterion, "the criterion", "as a float")
+        self._warn_of_states(self.flags, "the model", "in a buffer")
         self.losses.look(criterion, self._state)
 
     def _is_unchanged(self) -> bool:
-        """Whether all Python values are the first ones of this state. The recipe of a count may contain any of them."""
+        """Whether no Python value has changed since this state was found. The recipe of a count may contain any."""
         return all(flags.is_unchanged for flags in self._looked)
 
     def _flags_of(self, criterion: Criterion) -> Flags:
-        """The Flags of a criterion. All that is cached for criteria, and for what they capture, is dropped if there are
-        too many: few, if the loop creates another criterion in each step, since none of them occurs again. If the loop
-        still has most of the dropped criteria, it created them once, and takes them in turn."""
+        """The Flags of a criterion. If too many criteria are cached, discard everything that is cached for them. The
+        limit is MOST_STATES if the loop creates a new criterion in each step, which never recurs, otherwise MOST_FLOWS.
+        If most of the discarded criteria still exist, the loop has created them once, and alternates between them."""
         key, looks = key_of(criterion), self._looks
         looks.number += 1
         if key in self.flags_of:
@@ -149,7 +150,7 @@ class Traces:
         is_restless = looks.is_restless and 2 * kept <= len(self._dropped)
         if is_restless and self._dropped:
             name = first_difference(key, before)
-            self._warn(NEW, f" (now, its {name} is new)" if name else "")
+            self._warn(NEW, f" (with another value of {name})" if name else "")
         if len(self.flags_of) >= (MOST_STATES if is_restless else MOST_FLOWS):
             self._dropped = [*map(reference_to, self.flags_of)]
             self.flags_of.clear()
@@ -360,7 +361,7 @@ class Traces:
         `train`, the traces run as under no_grad. Raises TraceError on all ranks if a new trace on any rank reads other
         unit results or parameters than before. A Dataflow that was already confirmed is not traced again, unless its
         glue uses random numbers, which differ in each microbatch. Call it on all ranks: replicas may have different
-        Dataflows, of which some are confirmed."""
+        Dataflows, and only some of them may be confirmed."""
         differs = False
         for batch, flow, draw in doubts:
             confirmed = self._confirmed.setdefault(flow, Counter())

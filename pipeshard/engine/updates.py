@@ -36,7 +36,7 @@ OTHER = -1  # the integer that is sent for a missing factor
 LARGEST = 2.0**20  # only smaller factors are compared
 TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
 CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors and norms
-COARSE = 4e-3  # the same of factors of gradients whose values are rounded by more than NEAR (bf16)
+COARSE = 4e-3  # the same for factors of gradients whose values are rounded by more than NEAR (bf16)
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -55,8 +55,8 @@ class Told(NamedTuple):
         used: the options that the update applied, for each group with parameters on the rank. The key of a group
             contains a digest of the names in the group.
         options: the current options of these groups.
-        factor: the factor by which the loop has multiplied the gradients, or None if they were changed otherwise or do
-        not exist.
+        factor: the factor by which the loop has multiplied the gradients, or None if the gradients were changed
+            in another way, or do not exist.
         before: the latest factor of an earlier update that is not 1.
         norm: the norm of the multiplied gradients, if known.
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
@@ -121,7 +121,7 @@ def _some(parameter: Tensor) -> Tensor:
 
 def _factor(before: Tensor, after: Tensor, rounding: float) -> float | None:
     """The positive factor, below LARGEST, by which `before` must be multiplied to get `after`, or None if there is
-    none. The values have a relative error of up to `rounding`; None if there are too few to average out this error."""
+    none. The values have a relative error of up to `rounding`; if they are too few to average it out, return None."""
     ratios = (after / before)[before != 0]
     factor = float(ratios.mean())
     if not 0.0 < factor < LARGEST or rounding / math.sqrt(len(ratios)) > COARSE / 4:
@@ -138,8 +138,8 @@ class Updates:
         optimizers: weak references to the boosted optimizers, in the order in which they were boosted.
         count: the number of updates so far.
         found, numbered: findings about values that the training loop has written since the last step; see `Told`.
-        drawn: a description of gradients with random numbers that the loop has generated for one parameter after
-            another, until the changes of the gradients are recorded, or "".
+        drawn: a description of gradients to which the loop has written random numbers, generated for one parameter
+            after another, or "". Cleared when the changes of the gradients are recorded.
         evaluated: whether execute_pipeline has run without an optimizer, with gradients enabled, since the last update.
     """
 
@@ -148,7 +148,7 @@ class Updates:
         self.optimizers: list[weakref.ref[Grouped]] = []
         self.count = 0
         self.found, self.numbered = "", dict[str, set[float]]()
-        self.drawn = self._noise = ""  # `_noise`: the same if the changes are no factor, until the ranks compare it
+        self.drawn = self._noise = ""  # `_noise`: `drawn` of changes that no factor explains, until ranks compare it
         self.evaluated = self._has_added = False  # `_has_added`: whether gradients were added since the last update
         self._graded: list[Tensor] = []  # the parameters with gradients from the last step
         self._dropped: tuple[bool, ...] = ()  # for each update since then, whether these gradients were cleared
@@ -364,8 +364,8 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
 
 
 def warn_of_ranks(told: Sequence[Sequence[Mapping[str, Any]]], kind: type[Optimizer], grid: Grid) -> None:
-    """Warn if an option has one value in all groups of each rank, but not on all ranks: a loop may have computed it
-    from the parameters of its rank. `told` are the options of each rank's groups."""
+    """Warn if an option has the same value in all groups of a rank, but different values on different ranks: a loop
+    may have computed it from the parameters of its rank. `told` are the options of each rank's groups."""
     pairs = [(of_rank[0], options) for of_rank in told for options in of_rank]
     keys = [key for key in told[0][0] if all(_is_close(options.get(key), one.get(key)) for one, options in pairs)]
     options = [{f"every group of {kind.__name__} 0": {key: of_rank[0].get(key) for key in keys}} for of_rank in told]
@@ -389,7 +389,7 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
     other = next((k for k, values in enumerate(written) if not _is_close(tuple(values), tuple(written[0]))), 0)
     if other == 0:
         return ""
-    shown = (f"{min(having[k][1])} by {written[k][0]:.6g} on {named(having[k][0])}" for k in (0, other))
+    shown = (f"{min(having[k][1])} using {written[k][0]:.6g} on {named(having[k][0])}" for k in (0, other))
     return (
         f"the training loop modified parameters after it had read several parameters: {' and '.join(shown)}. {NUMBERED}"
     )
@@ -452,7 +452,7 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def is_sampled(count: int) -> bool:
-    """Whether an expensive check runs in the step after `count` steps: in the first ones, and in powers of two."""
+    """Whether an expensive check runs after `count` steps: if `count` is less than FIRST, or a power of two."""
     return count < FIRST or count & (count - 1) == 0
 
 

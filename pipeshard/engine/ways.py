@@ -4,8 +4,8 @@ No message has a header: sender and receiver compute the size of a message from 
 on shapes alone is traced with values. The values of a parameter that another stage holds are zeros. If a shape or a
 number that the unit returns depends on such values, ranks find different ways. So ranks compare a number that
 identifies their ways at the beginning of every step. If the numbers differ, ranks send each other the small tensors of
-the units that were traced with values, trace again, and compare the values that cross cuts, line by line. The same
-holds for a number that the unit leaves in an attribute.
+the units that were traced with values, trace again, and compare the values that cross cuts, line by line. They also
+compare the numbers that units leave in attributes.
 """
 
 import hashlib
@@ -96,8 +96,8 @@ def _small(unit: nn.Module) -> dict[str, Tensor]:
 
 
 class Line(NamedTuple):
-    """One property of a microbatch that must be the same in the traces of all stages. An optional one may be missing in
-    some of the traces: a unit leaves no value at a place that already has this value."""
+    """One property of a microbatch that must be the same in the traces of all stages. An optional line may be missing
+    in some traces: a trace does not record a value if its place already has this value."""
 
     what: str
     value: str
@@ -105,8 +105,8 @@ class Line(NamedTuple):
 
 
 def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
-    """A Line for each value that crosses a cut, in order, for each number or other constant that a unit returns, and
-    for each that code on other stages reads from an attribute of the unit."""
+    """The Lines of a microbatch: for each value that crosses a cut (in order), for each constant, such as a number,
+    that a unit returns, and for each constant that a unit leaves in an attribute and other stages' code reads."""
     flow, deltas = way
     stages = policy.partition.of_calls(flow)
     crossing = boundaries(flow, stages, len(policy.placement), outputs)

@@ -136,7 +136,7 @@ class Deferral:
     def defer(self, parameter: nn.Parameter, term: Term) -> bool:
         """Append a term to the list, to be added to `.grad` later, if the current pass would add it to `.grad`. Returns
         whether the term was appended."""
-        if self._pending is None or torch.is_grad_enabled():  # the latter with create_graph=True
+        if self._pending is None or torch.is_grad_enabled():  # grad is enabled with create_graph=True
             return False
         node = get_gradient_edge(parameter).node
         if sys.getrefcount(node) > _references():  # other code references the node, and may have added hooks
@@ -201,7 +201,7 @@ class _Deferred:
 
     def _may_defer(self, x: Tensor) -> bool:
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
-        if weight is None or hasattr(type(self.module), "bias"):  # the layer must compute this weight only once
+        if weight is None or hasattr(type(self.module), "bias"):  # parametrized: compute it only once
             return False
         if getattr(self.module, "bias", None) is not bias:  # a buffer, or another attribute
             return False

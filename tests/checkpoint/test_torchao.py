@@ -244,5 +244,5 @@ def test_a_model_that_torchao_has_quantized_is_refused(tmp_path: Path) -> None:
     kind = type(build(LLAMA))
     build(LLAMA).save_pretrained(tmp_path)
     model = of_one_process(kind, tmp_path, quantization("torchao"))
-    with pytest.raises(ConfigurationError, match=r"q_proj\.base_layer\.weight is a Int8Tensor of torchao, which"):
+    with pytest.raises(ConfigurationError, match=r"q_proj\.base_layer\.weight is a torchao Int8Tensor, which"):
         plain(model)

@@ -588,7 +588,7 @@ def test_a_number_of_the_model_that_changes_in_each_step_is_named(pool: Pool) ->
     """A step took ten times as long as without an attribute that the loop set in each step, and no message said so."""
     for rank, ((of_float, said), (of_buffer, silent)) in enumerate(pool.run(traced_often, 2)):
         assert of_float >= FEW_STATES > 3 >= of_buffer and silent == []
-        assert [text[:45] for text in said] == ["the model changes in each step: now, beta is "][rank:]
+        assert [text[:52] for text in said] == ["the model changes in each step (most recently, beta)"][rank:]
 
 
 def distilling(weight: float, logits: Tensor) -> Any:
@@ -634,9 +634,9 @@ def test_a_criterion_that_each_step_creates_is_named_and_not_kept(pool: Pool) ->
     """A loop created its criterion around values of the step: each step traced and verified it without a message, and
     the tensors of 128 criteria stayed in memory. Even a partial with the same values was another one in each step."""
     for rank, (said, kept, _) in enumerate(pool.run(created_often, 2, False)):
-        assert [text[:69] for text in said] == [
-            "the criterion is another one in each step (now, its logits is new), s"
-        ][rank:]
+        assert [text[:65] for text in said] == ["each step uses a new criterion (with another value of logits), so"][
+            rank:
+        ]
         assert kept <= 2 * FEW_STATES
     for said, _, number in pool.run(created_often, 2, True):
         assert said == [] and number <= 2

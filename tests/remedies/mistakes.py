@@ -255,7 +255,7 @@ MISTAKES = {
     ),
     "an optimizer's state of a stage": Mistake(
         (TROUBLES + "`torch.save(optimizer.state_dict(), file)` on rank 0",),
-        r"UsageError: this state dict is of a rank that.*booster.save_optimizer\(optimizer, folder, shard=True\)",
+        r"UsageError: this state dict is from a rank that.*booster.save_optimizer\(optimizer, folder, shard=True\)",
         load_another_optimizer,
         keep_optimizer,
     ),
