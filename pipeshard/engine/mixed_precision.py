@@ -2,8 +2,8 @@
 
 torch.autocast casts per operator and keeps fp32 parameters, which need twice the memory and bandwidth of 16-bit
 parameters. Here, a stage's parameters are cast as `from_pretrained(dtype=...)` would cast them: parameters that an
-architecture keeps in fp32 stay in fp32. Optimizers update fp32 copies of the trained
-16-bit parameters (`MasterWeight.master`). Autocast is available as an option.
+architecture keeps in fp32 stay in fp32. Optimizers update fp32 copies of the trained 16-bit parameters
+(`MasterWeight.master`). Autocast is available as an option.
 """
 
 import math
@@ -30,7 +30,7 @@ State = tuple[int, int, int, int]  # of a tensor: see WeightCopies
 
 
 class LossScale:
-    """The factor by which losses are multiplied before backward, a power of two.
+    """The factor by which losses are multiplied before backward.
 
     If a gradient overflows, the step is skipped and the factor is halved. The factor is doubled after `interval`
     consecutive steps without an overflow (Micikevicius et al. 2018, arXiv:1710.03740).
@@ -68,8 +68,8 @@ def computed_in(tensor: Tensor) -> torch.dtype:
 
 
 def filled_like(loss: Tensor, value: float) -> Tensor:
-    """A gradient for `loss`, filled with `value`. In fp16, values above 65504 become inf, so that the step is
-    skipped. On CUDA, torch.full_like raises RuntimeError for such a value."""
+    """A gradient for `loss`, filled with `value`. In fp16, values above 65504 become inf, so that the step is skipped.
+    On CUDA, torch.full_like raises RuntimeError for such a value."""
     return torch.full_like(loss, value, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
 
@@ -190,8 +190,8 @@ class MasterWeight:
         return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:
-        """Create `master` from the parameter's values. This is exact, since the parameter was frozen or in no
-        optimizer."""
+        """Create `master` from the parameter's values. No precision is lost, since the parameter was frozen, or in no
+        optimizer, until now."""
         self.master, self.plain = self._like(local(self.parameter.detach()).float()), False
         self._lent = None
 
@@ -225,9 +225,9 @@ class MasterWeight:
     @torch.no_grad()
     def load(self, value: Tensor) -> bool | None:
         """Load this rank's shard of the full tensor `value` of a checkpoint. If the current fp32 master weight rounds
-        to this shard, it is kept, since it may have been loaded with the checkpoint's optimizer state. Returns whether
-        the fp32 master weight was kept. Returns None if there is nothing to compare: the model computes in the dtype of
-        `master`, or the checkpoint contains fp32 values (a save with fsdp)."""
+        to this shard, the master weight is kept: it may have been loaded with the checkpoint's optimizer state. Returns
+        whether the fp32 master weight was kept. Returns None if there is nothing to compare: the model computes in the
+        dtype of `master`, or the checkpoint contains fp32 values (a save with fsdp)."""
         part = slice_like(value, self.parameter).to(self.master.device)
         is_kept = None
         if self.is_precise and part.dtype is computed_in(self.parameter):
@@ -357,8 +357,8 @@ class Precision:
         return full
 
     def of_batch(self, batch: Batch) -> Batch:
-        """Cast the batch's fp32 tensors (images, audio) to the model's precision, except targets and leaves that
-        only the criterion receives."""
+        """Cast the batch's fp32 tensors (images, audio) to the model's precision, except targets and leaves that only
+        the criterion receives."""
         if not self.lowers:
             return batch
 

@@ -23,7 +23,7 @@ from pipeshard.replaced import replaced
 
 
 class Whole:
-    """Calls the model of a one-stage pipeline outside steps, and accumulates the gradients of a loss.
+    """Runs `model(...)` of a one-stage pipeline outside execute_pipeline, and accumulates the gradients of a loss.
 
     Attributes:
         adding: while `backward` is running, the Wholes whose models accumulate gradients, in the same order on all
@@ -70,8 +70,8 @@ class Whole:
 
     @together_in("booster.backward")
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of the unweighted mean of the replicas' losses, in this model and in
-        other boosted models on whose outputs the loss depends (such as the critic of a GAN)."""
+        """Accumulate the gradients of the unweighted mean of the replicas' losses, in this model and in other boosted
+        models on whose outputs the loss depends (such as the critic of a GAN)."""
         pipeline = self.pipeline
         if pipeline.gradients.copies.zero:
             pipeline.gradients.copies.refuse_differing()
@@ -84,7 +84,7 @@ class Whole:
             whole.pipeline.gradients.added()
 
     def _begin(self) -> None:
-        """Prepare this model to accumulate the gradients of the loss that `backward` runs on."""
+        """Prepare this model to accumulate gradients in the current call of `backward`."""
         Whole.adding.append(self)
         scaling = Whole.adding[0].pipeline.scaling
         is_alike = (scaling is None) == (self.pipeline.scaling is None)

@@ -151,9 +151,8 @@ class Offload:
 
     @contextmanager
     def saving(self, i: int, stage: int) -> Iterator[Save | None]:
-        """Context manager for the F of microbatch i on a stage. Yields a function that saves an
-        argument of a recomputed unit and returns a function that restores it, or None if the activations stay on the
-        device."""
+        """Context manager for the F of microbatch i on a stage. Yields a function that saves an argument of a
+        recomputed unit and returns a function that restores it, or None if the activations stay on the device."""
         action = Action(Kind.F, i, stage)
         self.load(action)
         if self._stays(action):

@@ -480,8 +480,8 @@ class PipelineOptimizer(Optimizer):
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
-        clipping. If neither has computed this norm, compute the norm of the current gradients; in this case,
-        every rank must call this method."""
+        clipping. If neither has computed this norm, compute the norm of the current gradients; in this case, every rank
+        must call this method."""
         if self.gradients.norm is not None and self.gradients.norm_type == norm_type:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):

@@ -119,8 +119,8 @@ class Outputs:
                 )
 
     def _check_merge(self, flow: Dataflow, batch: Batch) -> None:
-        """Raise UsageError if an output of a microbatch cannot be merged for the whole `batch`. Outputs that
-        depend only on parameters and on leaves that each microbatch has in full can be merged."""
+        """Raise UsageError if an output of a microbatch cannot be merged for the whole `batch`. Outputs that depend
+        only on parameters and on leaves that each microbatch has in full can be merged."""
         for path, use, spec in flow.outputs if self.needed else ():
             if self._takes(path) and not _is_loss(use, spec, flow):
                 is_computed = bool(use.values or use.hidden or use.inputs & batch.parted)
@@ -198,9 +198,9 @@ class Outputs:
             self._failure = error
 
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """Merge the microbatches' outputs into one output of the same class: concatenate tensors and arrays along
-        their batch dimension, and replace the loss with the batch's `loss`. Numbers, strings, and tensors and arrays
-        without a batch dimension must be the same in all microbatches. Other objects are the first microbatch's."""
+        """Merge the microbatches' outputs into one output of the same class: concatenate tensors and arrays along their
+        batch dimension, and replace the loss with the batch's `loss`. Numbers, strings, and tensors and arrays without
+        a batch dimension must be the same in all microbatches. Other objects are the first microbatch's."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         is_whole = len(self._batches) == 1 and self._batches[0].place is None
@@ -278,7 +278,7 @@ class Outputs:
 
     def raise_failure(self, group: dist.ProcessGroup, is_doubtful: bool) -> bool:
         """Raise UsageError on every rank of `group` if a rank failed to collect the outputs. Returns whether
-        `is_doubtful` is true on any rank, or False if no outputs were requested. Call it on all ranks."""
+        `is_doubtful` is true on any rank, or False if `needed` is False. Call it on all ranks."""
         if not self.needed:
             return False
         failed, doubtful = gather(torch.tensor([self._failure is not None, is_doubtful]), group).any(0).tolist()

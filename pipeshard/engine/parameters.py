@@ -28,9 +28,9 @@ class HeldParameters:
 
     One holder of a parameter broadcasts the values to the other holders. Then the parameters are cast to 16 bits if
     `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
-    replicas. Each of these conversions may replace parameters. `kind` is the class of the MasterWeights. With `copies`,
-    all slices of a stage use the first slice's gradients of unsharded parameters: the slices' own gradients differ
-    on devices whose kernels are not deterministic.
+    replicas. Sharding may replace parameters. `kind` is the class of the MasterWeights. With `copies`, all slices of a
+    stage use the first slice's gradients of unsharded parameters: the slices' own gradients differ on devices whose
+    kernels are not deterministic.
 
     Attributes:
         held: the current parameters, by name (tied parameters: by their first name).

@@ -1,9 +1,8 @@
 """Recording: the measured times of each rank's actions in one step, and of its waits for other ranks.
 
 A simulation of the schedule shows where bubbles should be, and torch.profiler shows only one rank at a time. A
-Recording contains the compute actions of all ranks on one time axis, and simulates the same program with the
-measured costs. The times of different hosts are aligned by their wall clocks, so these clocks must be synchronized
-(NTP).
+Recording contains the compute actions of all ranks on one time axis, and simulates the same program with the measured
+costs. The times of different hosts are aligned by their wall clocks, so these clocks must be synchronized (NTP).
 """
 
 import json

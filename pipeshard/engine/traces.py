@@ -1,8 +1,8 @@
 """Traces: caches the traces of all batches so far, and plans the microbatches of a step.
 
 A trace takes longer than a step of a small model, so traces are cached: for a batch of different sizes, shapes are
-computed from an existing trace. The model is traced again if the batch's structure, a flag of the model, or the
-outcome of a glue branch that depends on values of the batch differs.
+computed from an existing trace. The model is traced again if the batch's structure, a flag of the model, or the outcome
+of a glue branch that depends on values of the batch differs.
 """
 
 import logging
@@ -70,8 +70,8 @@ class FoundWays(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """A microbatch whose forward may not have taken the way of `flow`. `draw` seeds the random numbers of its
-    glue, as for a trace."""
+    """A microbatch whose forward may not have taken the way of `flow`. `draw` seeds the random numbers of its glue, as
+    for a trace."""
 
     batch: Batch
     flow: Dataflow

@@ -55,8 +55,8 @@ class Told(NamedTuple):
         used: the options that the update applied, for each group with parameters on the rank. The key of a group
             contains a digest of the names in the group.
         options: the current options of these groups.
-        factor: the factor by which the loop has multiplied the gradients, or None if the gradients were changed
-            in another way, or do not exist.
+        factor: the factor by which the loop has multiplied the gradients, or None if the gradients were changed in
+            another way, or do not exist.
         before: the latest factor of an earlier update that is not 1.
         norm: the norm of the multiplied gradients, if known.
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
@@ -364,8 +364,8 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
 
 
 def warn_of_ranks(told: Sequence[Sequence[Mapping[str, Any]]], kind: type[Optimizer], grid: Grid) -> None:
-    """Warn if an option has the same value in all groups of a rank, but different values on different ranks: a loop
-    may have computed it from the parameters of its rank. `told` are the options of each rank's groups."""
+    """Warn if an option has the same value in all groups of a rank, but different values on different ranks: a loop may
+    have computed it from the parameters of its rank. `told` are the options of each rank's groups."""
     pairs = [(of_rank[0], options) for of_rank in told for options in of_rank]
     keys = [key for key in told[0][0] if all(_is_close(options.get(key), one.get(key)) for one, options in pairs)]
     options = [{f"every group of {kind.__name__} 0": {key: of_rank[0].get(key) for key in keys}} for of_rank in told]
