@@ -26,7 +26,7 @@ from pipeshard.options import PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
 
 LEAST, MOST = 1.0, 2.0**32
-State = tuple[int, int, int, int]  # of a tensor: see WeightCopies
+State = tuple[int, int, int, int]  # the state of a tensor: see WeightCopies
 
 
 class LossScale:

@@ -244,8 +244,8 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including gradients accumulated under `no_sync`. With fsdp, the latter are not in
-        `.grad` yet."""
+        """Clear the gradients, including gradients accumulated under `no_sync`. With fsdp, gradients
+        accumulated under `no_sync` are not in `.grad` yet."""
         self.pipeline.sync.reset(self.pipeline.held_parameters().keys())
         self.module.zero_grad(set_to_none)
 

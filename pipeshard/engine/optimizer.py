@@ -80,7 +80,7 @@ class PipelineOptimizer(Optimizer):
         self.copies = WeightCopies(self.weights, self.grid)
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
-        self._depth = 0  # number of its nested steps that have called their pre-hooks, but not their post-hooks
+        self._depth = 0  # number of its nested calls whose pre-hooks have run, but whose post-hooks have not
         self._is_updated = False  # whether the parameters have the values of the current step
         give_hooks(optim)
         self._last_hook = optim.register_step_pre_hook(weak(self._before_update))
@@ -408,7 +408,7 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _before_update(self, *_: Any) -> None:
-        """Refuse a step outside `step`, and apply the writes of pre-hooks. This is the last pre-hook.
+        """Refuse a step outside `step` (see `refuse_alone`), and apply the writes of pre-hooks. This is the last pre-hook.
 
         torch wraps the `step` of each class whose instances it has seen, so the hooks run again if a step calls
         super().step(). Only the outermost step counts as an update.

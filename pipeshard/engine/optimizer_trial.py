@@ -32,7 +32,7 @@ from pipeshard.graph.taint import Lone
 
 logger = logging.getLogger("pipeshard")
 FEW = 2  # the number of parameters of each group in the first trial
-SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; the tolerated gap
+SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of parameters; of gradients; the largest allowed gap
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
 SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
 KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules whose optimizers do not couple parameters
@@ -47,9 +47,9 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     name = type(optimizer).__name__
     if not config.lowers and rounds_at_random(optimizer) and grid.size > 1:
         raise ConfigurationError(
-            f"{name} rounds updates of bf16 parameters at random (bf16_stochastic_round=True), so the ranks that hold "
-            "a weight would round it to different values: use PipelinePlugin(precision='bf16'), which keeps fp32 "
-            "master weights, or bf16_stochastic_round=False"
+            f"{name} rounds updates of bf16 parameters stochastically (bf16_stochastic_round=True), so ranks that hold "
+            "the same weight would round it to different values: use PipelinePlugin(precision='bf16'), which keeps "
+            "fp32 master weights, or bf16_stochastic_round=False"
         )
     sharded = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
     if grid.pp_size == 1 and not sharded and not (config.zero_stage and grid.dp_size > 1):

@@ -81,7 +81,7 @@ class Outputs:
         self._text = "a function" if self.function else repr(sorted(fields) or asked)
         self.kept: list[Any] = []
         self._batches: list[Batch] = []
-        self._class: type | None = None  # of the output, if only some of its fields are kept
+        self._class: type | None = None  # the output's class, if only some of its fields are kept
         self._failure: UsageError | None = None
 
     def __str__(self) -> str:

@@ -150,7 +150,7 @@ class HeldParameters:
         now = dict(self.model.named_parameters())
         apart = {now[name] for name in glue_parameters(self.policy.flow) | self.kept}
         for unit in self.units.values() if not self.lowers else ():
-            trained = [p for p in unit.parameters() if p.requires_grad and p not in apart]  # in one order on all ranks
+            trained = [p for p in unit.parameters() if p.requires_grad and p not in apart]  # same order on all ranks
             sizes: Counter[torch.dtype] = Counter()
             for parameter in trained:
                 sizes[parameter.dtype] += parameter.numel()

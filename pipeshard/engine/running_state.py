@@ -94,8 +94,8 @@ class Carry:
 
 
 def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
-    """Whether a rank with one stage need not carry the state at a place. Tensors must be carried if there are several
-    forwards, since a backward may need a value that a later forward overwrites."""
+    """Whether a rank with one stage can leave the state at a place in the model. Tensors must be carried if there are
+    several forwards, since a backward may need a value that a later forward overwrites."""
     if place.kind == "tensor" and not has_one_forward:
         return False
     return place.until == -1 or place.name not in route.spoiled

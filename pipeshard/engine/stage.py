@@ -137,7 +137,7 @@ class Saved:
     carried: Sequence[Left] = ()
 
 
-Place = tuple[Dataflow, Value]  # of a result that crosses a cut
+Place = tuple[Dataflow, Value]  # identifies a result that crosses a cut
 
 
 class Stage:

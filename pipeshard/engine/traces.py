@@ -93,8 +93,8 @@ class Traces:
         self.routes = Routes(policy, recompute)
         self.losses = LossShares(policy, self._find, self._is_unchanged, replicas if weight is None else None, weight)
         self.flags = Flags(policy.model)
-        self.flags_of: dict[Hashable, Flags] = {}  # of criteria
-        self._looks = Looks()  # at criteria: a criterion that was created again, and differs, is new
+        self.flags_of: dict[Hashable, Flags] = {}  # the Flags of criteria, by key
+        self._looks = Looks()  # of criteria: a criterion that was created again, and differs, is new
         self._dropped: list[Callable[[], Any]] = []  # weak references to the criteria that were dropped last
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
@@ -102,7 +102,7 @@ class Traces:
         self._confirmed: WeakKeyDictionary[Dataflow, Counter[bool]] = WeakKeyDictionary()
         self._has_warned = False
         self.seen: WeakSet[Dataflow] = WeakSet()
-        self._numbers: WeakKeyDictionary[Dataflow, dict[tuple[int, ...], int]] = WeakKeyDictionary()  # of ways
+        self._numbers: WeakKeyDictionary[Dataflow, dict[tuple[int, ...], int]] = WeakKeyDictionary()  # by deltas
         self._prints: WeakKeyDictionary[Dataflow, str] = WeakKeyDictionary()  # fingerprints
         self._lent: Lent = {}  # tensors of other ranks, while ranks trace again
         self.look_at_trained()

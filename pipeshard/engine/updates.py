@@ -29,7 +29,7 @@ from pipeshard.graph.writes import is_written, note, stored
 logger = logging.getLogger("pipeshard")
 
 FIRST = 3  # updates of a model that are compared before they change a parameter
-BITS = 61  # of the digest of the options, which is sent as a signed 64-bit integer
+BITS = 61  # bits of the digest of the options, which is sent as a signed 64-bit integer
 ODD = 3  # multiplies the digest of the used options, so that differences of the two summed digests do not cancel
 ONE = 2**32  # the integer that is sent for a factor of 1
 OTHER = -1  # the integer that is sent for a missing factor
@@ -155,10 +155,10 @@ class Updates:
         self._added: Snapshot | None = None  # the gradients after the last step
         self._given: Snapshot | None = None  # the gradients before the hooks of the inner optimizer's step
         self._samples = False  # whether a training loop or a hook has changed gradients so far
-        self._factor: float | None = 1.0  # of the gradients since the last update
+        self._factor: float | None = 1.0  # the factor of the gradients since the last update
         self._told: float | None = 1.0  # the factor of the last update
         self._before: float | None = None  # the latest factor other than 1 in earlier updates
-        self._tolerance = NEAR  # of factors: that of the coarsest gradients that a loop or a hook has changed so far
+        self._tolerance = NEAR  # of factors, for the coarsest gradients that a loop or a hook has changed so far
         self._stepped: Any = ()  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
         self._warned = self._has_found = self._has_told = False

@@ -29,7 +29,7 @@ from pipeshard.split.route import observed_far
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a batch's sizes from the traced sizes
 Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in the unit
 SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes, ratios, thresholds, counts
-ROUNDS = 8  # of lending: with lent tensors, units may take a different path, and need additional tensors
+ROUNDS = 8  # rounds of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
     "A size, or a number that a unit returns or leaves in an attribute, depends on the values of the unit's parameters "
     "or buffers, which only one stage has. Make the size or number depend on an attribute or the config "
