@@ -369,8 +369,8 @@ class Precision:
 
     def lowered(self, model: nn.Module) -> set[Tensor]:
         """The parameters and buffers to cast. In transformers models, these are the tensors that
-        `from_pretrained(dtype=...)` would create in this dtype. In other modules, these are all floating-point tensors,
-        as in `model.bfloat16()`, except buffers of transformers' layers, such as the frequencies of RoPE."""
+        `from_pretrained(dtype=...)` would create in this dtype. In other models, these are all floating-point tensors,
+        as in `model.bfloat16()`, except the buffers of their transformers layers, such as RoPE frequencies."""
         if not self.lowers:
             return set()
         dtypes, in_fp32 = self._constructed(model), kept_in_fp32(model, self.dtype)

@@ -27,7 +27,7 @@ class Whole:
 
     Attributes:
         adding: while `backward` is running, the Wholes whose models accumulate gradients, in the same order on all
-            replicas. The first one is the one whose `backward` was called; its loss scale applies to all.
+            replicas. The first is the one whose `backward` was called; its loss scale applies to all.
     """
 
     adding: ClassVar[list["Whole"]] = []

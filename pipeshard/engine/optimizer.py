@@ -408,7 +408,7 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _before_update(self, *_: Any) -> None:
-        """Refuse a step outside `step` (see `refuse_alone`), and apply the writes of pre-hooks. This is the last pre-hook.
+        """Run as the last pre-hook: call `refuse_alone`, and apply the writes of the other pre-hooks.
 
         torch wraps the `step` of each class whose instances it has seen, so the hooks run again if a step calls
         super().step(). Only the outermost step counts as an update.

@@ -21,8 +21,8 @@ class Places:
         ]
 
     def check(self) -> None:
-        """Raise UsageError if a recorded module or parameter was replaced or removed, or if a module with parameters or
-        a parameter was added."""
+        """Raise UsageError if a recorded module or parameter was replaced or removed, or if a parameter, or a module
+        with parameters, was added."""
         for name, module, of, before in self._kept:
             if key := _changed(getattr(module, of), before):
                 raise UsageError(

@@ -132,7 +132,7 @@ class Traces:
         self.losses.look(criterion, self._state)
 
     def _is_unchanged(self) -> bool:
-        """Whether no Python value has changed since this state was found. The recipe of a count may contain any."""
+        """Whether no Python value, which a recipe of a count may contain, has changed since this state was found."""
         return all(flags.is_unchanged for flags in self._looked)
 
     def _flags_of(self, criterion: Criterion) -> Flags:

@@ -96,8 +96,8 @@ class Snapshot:
         return any(p.grad is not grad or is_written(grad, noted) for p, (grad, noted) in self._of.items())
 
     def factor(self) -> float | None:
-        """The factor by which all gradients have been multiplied since the snapshot, or None if they were changed
-        otherwise."""
+        """The factor by which all gradients have been multiplied since the snapshot, or None if they were changed in
+        another way."""
         if not self.is_changed:
             return 1.0
         present = [parameter.grad is not None for parameter in self._of]

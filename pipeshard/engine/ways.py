@@ -1,7 +1,7 @@
 """Ways: the paths of a step's microbatches through the model, which must be the same on all ranks of a pipeline.
 
 No message has a header: sender and receiver compute the size of a message from their own traces. A unit that cannot run
-on shapes alone is traced with values. The values of a parameter that another stage holds are zeros. If a shape or a
+on shapes alone is traced with values, in which the parameters that another stage holds are zeros. If a shape or a
 number that the unit returns depends on such values, ranks find different ways. So ranks compare a number that
 identifies their ways at the beginning of every step. If the numbers differ, ranks send each other the small tensors of
 the units that were traced with values, trace again, and compare the values that cross cuts, line by line. They also

@@ -92,8 +92,8 @@ class Deferral:
     gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
     Qi et al. 2023, arXiv:2401.10241, by layer). A backward pass defers no gradients if it does not run between `begin`
     and `end`, or if it runs inside another pass (a hook or a custom backward may call autograd, and read the result).
-    If a forward runs while `whole` is true, or its unit trains few parameters (`defers`), only the gradients of large
-    embeddings are deferred.
+    If a forward runs while `whole` is true, or its unit trains few parameters (see `defers`), only the gradients of
+    large embeddings are deferred.
     """
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
