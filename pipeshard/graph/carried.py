@@ -1,9 +1,9 @@
-"""Carried: state that the glue of one forward leaves for the next, such as counters, statistics and generators.
+"""Carried: state that one forward leaves in the model for the next, such as counters, statistics and generators.
 
 In one process, this state needs no handling. In a pipeline, every stage runs the glue. So for each place with such
 state, a stage needs three facts: the last call of a forward at which the place changes, the unit results from which the
-state is computed, and the readers of the state in the next forward. These facts are determined by two additional runs
-of the glue. The first run watches the places before and after every call. The second run starts from the state that the
+state is computed, and the readers of the state in the next forward. Up to two additional runs of the glue determine
+these facts. The first run watches the places before and after every call. The second run starts from the state that the
 first run left.
 """
 
@@ -231,8 +231,8 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
 ) -> tuple[str, ...]:
-    """Run the next forward, and record the readers of each place. Returns a description of each kept value on which
-    glue branches although no stage can compute this value."""
+    """Run the next forward, and record the readers of each place. Returns a description of each kept value that was
+    computed from unit results and on which glue branches: only some stages can compute such a value."""
     tracer.reset = lambda: None
     tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
@@ -283,8 +283,8 @@ def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
 
 
 def informed(flow: Dataflow) -> Dataflow:
-    """Return `flow` with additional dependencies: each reader of a carried place also depends on those inputs of the
-    place that are computed before this reader."""
+    """Return `flow` with additional dependencies: each reader of a carried place also depends on the place's `uses`, as
+    far as earlier calls compute them. All stages get the leaves of the batch in `uses`."""
     calls, loss, outputs, consulted = list(flow.calls), flow.loss, list(flow.outputs), flow.consulted
     for place in flow.carried:
         consulted |= place.uses.inputs

@@ -58,10 +58,10 @@ class Call:
     """One call of a unit: its dependencies (`reads`), and its outputs (`parts`), the result first.
 
     `leaves` are the TensorSpecs and constants of all parts, in order. The gradient of leaf k flows to
-    `differentiated[k]`: the read values from which the leaf was computed differentiably. `flops` and `elements`
-    (computed by the call's operators) are counted for one forward at the traced size. `flops` include glue's operators
-    on parameters before the call. `writes` is True if the call changes an argument in place, and `is_cut` if the unit
-    is a CutPoint.
+    `differentiated[k]`: the read values from which the leaf was computed differentiably. `flops` and `elements` (the
+    number of computed elements) are counted for one forward at the traced sizes. `flops` includes glue's operators on
+    parameters since the previous call. `writes` is True if the call changes an argument in place, and `is_cut` if the
+    unit is a CutPoint.
     """
 
     unit: str
@@ -77,8 +77,8 @@ class Call:
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
         """The parts that a stage without the unit must reproduce, each with the range of its leaf indices. A part that
-        a hook inside the unit leaves is omitted if the part contains no tensor, since such a hook only counts runs of
-        the unit."""
+        was left by a hook inside the unit is omitted if the part contains no tensor: such a hook is assumed to only
+        count runs of the unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -93,8 +93,8 @@ class Call:
 
 
 class Observed(NamedTuple):
-    """An attribute of a module in reach of a unit that other code reads. `place` is the attribute's path from the unit,
-    and `readers` are the calls of other units that read it, with -1 for glue and the criterion."""
+    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is its path from the
+    unit, and `readers` are the calls of other units that read it, with -1 for glue and the criterion."""
 
     unit: str
     place: Path
@@ -107,11 +107,11 @@ class Carried:
 
     `path` leads from the model to the place. `writers` are the unit calls that write the state, with -1 for glue. After
     unit call `until`, the state is final for every reader except its writer. `until` is -1 if no such reader needs the
-    state, and None if the state is final only at the end of the forward. `uses` are the inputs from which one forward
-    computes the state. `readers` are the unit calls that depend on the state in the next forward, with -1 for the loss
-    and the outputs. `kind` is "tensor" for a tensor that is written to in place, "parameter" for a parameter, "settled"
-    for a parameter to which the next forward does not write, "generator" for a random generator, "number" for a number
-    or array that every forward changes, or "" for anything else.
+    state, and None if the state is final only at the end of the forward. `uses` are the dependencies of the state in
+    one forward. `readers` are the unit calls that depend on the state in the next forward, with -1 for the loss and the
+    outputs. `kind` is "tensor" for a tensor that is written to in place, "settled" for a parameter to which the next
+    forward does not write, "parameter" for any other parameter, "generator" for a random generator, "number" for a
+    number or array that every forward changes, or "" for anything else.
     """
 
     name: str
@@ -137,24 +137,24 @@ class Carried:
 class Dataflow:
     """The unit calls of one forward, in order, and the dependencies of the loss and the outputs.
 
-    `outputs` are the tensor leaves of the model's output, as (path, Reads, TensorSpec). `written` are values that are
-    changed in place after they were computed. `decisions` are the lines of glue that branch on an activation before the
-    last call. `late_decisions` are the lines of the forward that branch on an activation after the last call.
-    `has_branches` is True if the forward or the criterion branches on an activation after the last call. `consulted`
-    are the leaves of the batch on which glue branches, or to which it writes (`rewritten`). The Dataflow is specific to
-    the values of the leaves `watched`, such as image sizes and masks used as indices (in a criterion, only if code
-    reads the sizes of the result). `glue_random` is True if glue uses random numbers, and `python_random` if any code
-    uses `random` or numpy's generator. `tail` is the number of flops of glue's operators on parameters after the last
-    call. `touched` are the values that operators of glue received. `questions` are the decisions of glue on the batch's
-    values: the Dataflow is valid only for batches with the same answers. `hooks` are the gradient hooks that glue
-    registers, `carried` the places with state for the next forward, `passing` the places that the forward changes and
-    that it or the loss restores. `together` lists the first and the last call in each of the model's own checkpoints,
-    whose backward runs these calls again. `valued` are the units visited with values, since they do not run on
-    meta. `deciders` are the modules outside units that were running when glue branched, and that could be units.
-    `differentiated` are the values that receive a gradient of the loss through glue. `counts_results` is True if the
-    criterion returns a count that depends on unit results. `opaque` has the name and the class of each object in the
-    model's output that contains tensors, but that torch's pytree treats as a leaf; the name of the output itself is "".
-    `observed` are the attributes of units that other code reads and that have plain values.
+    `outputs` are the tensor leaves of the model's output, as (path, Reads, TensorSpec). `written` are the values that
+    glue or a later call changes in place. `decisions` are the lines of glue that branch on an activation or a parameter
+    before the last call, or that no stage can run. `late_decisions` are such branches of the forward after the last
+    call. `has_branches` is True if the forward or the criterion has such a branch after the last call. `consulted` are
+    the leaves of the batch on which glue branches, or to which glue writes (`rewritten`). The Dataflow is specific to
+    the values of the leaves `watched`, such as image sizes, and masks used as indices (in a criterion, only if code
+    reads the sizes of the result). `glue_random` is True if glue may use random numbers or the model has its own
+    checkpoints, and `python_random` if any code uses `random` or numpy's generator. `tail` is the number of flops of
+    glue's operators on parameters after the last call. `touched` are the values that operators of glue received.
+    `questions` are the decisions of glue on the batch's values: the Dataflow is valid only for batches with the same
+    answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state for the next forward,
+    and `passing` the places that the forward changes, and that the forward or the criterion restores. `together` has
+    the first and the last of the calls that each of the model's own checkpoints recomputes. `valued` are the units that
+    do not run on meta, and were visited with values. `deciders` are the modules outside units that were running when
+    glue branched, and that could be units. `differentiated` are the values that receive a gradient of the loss through
+    glue alone. `counts_results` is True if the criterion returns a count that depends on unit results. `opaque` has the
+    name ("" for the output itself) and the class of each object in the model's output that contains tensors, but that
+    torch's pytree treats as a leaf. `observed` are the attributes of units that other code reads (see Readers).
     """
 
     calls: tuple[Call, ...]
@@ -206,13 +206,13 @@ class Dataflow:
 
     @property
     def ends_in_cut(self) -> bool:
-        """Whether the last call is of a CutPoint. If the model is cut at this CutPoint, the last stage runs no unit."""
+        """Whether the last call is a call of a CutPoint. If the model is cut there, the last stage runs no unit."""
         return bool(self.calls) and self.calls[-1].is_cut
 
     @cached_property
     def gradients_from(self) -> tuple[frozenset[Value], ...]:
-        """For each call, and last for the loss itself, the values to which it passes the gradient of the loss. A value
-        that is computed only from integers or frozen units receives no gradient."""
+        """For each call and, as the last entry, for the loss: the values to which the call or the loss directly passes
+        gradients of the loss. A value that is computed only from integers or frozen units receives no gradient."""
         from_loss = self._trained(self.differentiated)
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)

@@ -40,10 +40,10 @@ def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -
     places = _places(criterion)
     names = sorted(places.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}") for leaf in foreign)
     return ConfigurationError(
-        f"the loss trains {len(foreign)} parameters that the model does not contain (the first is {names[0]}). Only "
-        "the last stage computes the loss, so the other ranks would have no gradients for these parameters. Make the "
-        "module of these parameters a submodule of the model, compute the loss in the model's forward, and pass the "
-        "model's parameters to the optimizer. Or freeze these parameters with requires_grad_(False)"
+        f"the loss trains tensors that the model does not contain: {names[0]} is the first of {len(foreign)}. Only the "
+        "last stage computes the loss, so the other ranks would have no gradients for these tensors. Make their module "
+        "a submodule of the model, compute the loss in the model's forward, and pass the model's parameters to the "
+        "optimizer. Or freeze these tensors with requires_grad_(False)"
     )
 
 
@@ -69,7 +69,7 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
     if graded:
         raise ConfigurationError(
             f"the forward trains {graded[0]}, which is not one of the model's parameters, so each rank has only its "
-            "own part of the gradient. Make this tensor an nn.Parameter of the model (in a list, nn.ParameterList) and "
+            "own part of the gradient. Make this tensor an nn.Parameter of the model (or of an nn.ParameterList) and "
             "pass it to the optimizer, or freeze it with requires_grad_(False)"
         )
 

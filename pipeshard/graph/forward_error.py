@@ -1,4 +1,4 @@
-"""Forward error: the TraceError for a model whose forward fails in a trace, with a remedy for what the user passed."""
+"""Forward error: the TraceError for a model whose forward fails in a trace, with a remedy that fits the batch."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from pipeshard.errors import TraceError, summary
 
 TRITON = (
     "A trace cannot run a Triton kernel between units, such as a fused loss: turn off these kernels "
-    "(Liger's with fused_linear_cross_entropy=False, cross_entropy=False); those in layers may stay"
+    "(Liger's with fused_linear_cross_entropy=False, cross_entropy=False). Kernels in layers may stay on"
 )
 
 
@@ -36,7 +36,7 @@ def _remedy(model: nn.Module, batch: Batch, error: Exception) -> str:
 
 
 def _unknown_keys(called: nn.Module, batch: Batch) -> list[str]:
-    """The keys of a batch that the called module receives, but does not take."""
+    """The keys of a batch that are passed to the called module, but are not arguments of its forward."""
     if not isinstance(batch.data, dict):
         return []
     parameters = parameters_of_forward(called)

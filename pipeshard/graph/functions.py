@@ -1,4 +1,4 @@
-"""Functions: copies of functions and bound methods together with what they capture, which deepcopy shares."""
+"""Functions: copies of functions and bound methods with their captured state, which deepcopy would share."""
 
 import copy
 import functools
@@ -8,16 +8,16 @@ from typing import Any
 
 from pipeshard.graph.places import MISSING, PLAIN, constants_of, content_of, defaults_of, entries_of, ways_to_hold
 
-OF_OBJECT = ("attr", "item", "list")  # how objects hold what `inside` returns
-# What a walk enters to find the functions of a module, without the attributes of other objects.
+OF_OBJECT = ("attr", "item", "list")  # how objects hold the values that `inside` returns
+# The types that a walk enters to find a module's functions. It does not enter the attributes of other objects.
 CALLABLES = (Mapping, list, tuple, functools.partial, MethodType, FunctionType)
 
 
 class Memo(dict[int, Any]):
-    """A memo for deepcopy, with which these functions and bound methods are copied.
+    """A memo with which deepcopy copies the functions and bound methods in `found`.
 
-    A function's copy has no captured state until `fill` copies this state: it may contain what is being copied. Methods
-    are copied in `get`, in which deepcopy looks for each object: deepcopy itself would not copy their functions.
+    A function's copy has no captured state until `fill` copies this state, which may contain the object that is being
+    copied. Methods are copied in `get`, which deepcopy calls for each object: deepcopy would not copy their functions.
     """
 
     def __init__(self, known: Mapping[int, Any], found: Iterable[Any]) -> None:
@@ -62,7 +62,8 @@ class Memo(dict[int, Any]):
 
 
 def reached(values: Iterable[Any], known: Collection[int], kinds: Any = object) -> Iterator[Any]:
-    """The values of these kinds and, recursively, those inside them, except objects with `known` ids."""
+    """Yield the `values` of these kinds and, recursively, the objects of these kinds inside them, except objects with
+    `known` ids."""
     queue, seen = [*values], dict[int, Any]()
     while queue:
         one = queue.pop()
@@ -73,7 +74,7 @@ def reached(values: Iterable[Any], known: Collection[int], kinds: Any = object) 
 
 
 def inside(value: Any) -> dict[Any, Any]:
-    """The objects to which a value refers, by the step to them; for a function, those in its closure and defaults."""
+    """The objects to which a value refers, by the step to each; a function refers to its closure and defaults."""
     if isinstance(value, FunctionType):
         return {("default", k): entry for k, entry in enumerate(defaults_of(value))} | content_of(value, "cell")
     ways = [how for how in ways_to_hold(value) if how in OF_OBJECT]
@@ -82,5 +83,5 @@ def inside(value: Any) -> dict[Any, Any]:
 
 
 def _captures(function: FunctionType) -> bool:
-    """Whether a function has variables of its own: captured ones, or defaults that may change."""
+    """Whether a function has captured variables, or default values that may change."""
     return bool(function.__closure__) or not all(isinstance(value, PLAIN) for value in defaults_of(function))

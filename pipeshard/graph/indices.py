@@ -34,9 +34,9 @@ OF_PROBABILITIES = {aten.binary_cross_entropy}  # raise an error for a floating-
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """If one of the tensors (`inputs`) of an indexing operator, or of one that only accepts probabilities, is on a GPU,
-    run the operator on the CPU, so that an index out of range or a value that is not a probability raises an error. The
-    indexing operators get only the values of indices and masks."""
+    """Run an operator that indexes, or that only accepts probabilities, on the CPU if one of its `inputs` is on a GPU:
+    an index out of range, or a value that is not a probability, then raises an error. For an indexing operator, only
+    indices and masks are copied to the CPU."""
     of_probabilities = func._overloadpacket in OF_PROBABILITIES
 
     def on_cpu(tensor: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ class Kind:
     read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient from
     the leaf, and `reached_aside` lists the other values that receive one. `shares` are the pairs (leaf, input) and
     `twins` the pairs (leaf, earlier leaf) that share memory. `written` are the inputs to which the call writes, and
-    `met` are the tags of everything that the call reads except its inputs and parameters. `own` contains the values of
-    the unit's smallest tensors, since sizes may depend on these values, or is None for a visit on meta.
+    `met` are the tags of everything that the call reads except its tensor inputs and parameters. `own` contains the
+    values of the unit's smallest tensors, since sizes may depend on these values, or is None for a visit on meta.
     """
 
     settings: Settings
@@ -234,15 +234,15 @@ class Kinds:
         return tuple((name, tuple(tensor.tolist())) for name, tensor in values.items())
 
     def _settings_of(self, call: UnitCall) -> Settings:
-        """The current settings of a unit, cached until glue changes a setting."""
+        """The current settings of a unit, cached until a setting changes."""
         settings = self.settings.get(call.unit)
         if settings is None or any(flagged(settings.snapshot)):
             settings = self.settings[call.unit] = Settings(call.module)
         return settings
 
     def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
-        """Run a unit's own forward on meta. If the forward fails on meta (as always if autocast would cast), run it on
-        a device with temporary tensors."""
+        """Run a unit's own forward on meta. If the forward fails on meta (it always does if autocast would cast), run
+        the forward on a real device with temporary tensors."""
         try:
             return self._visit_on(torch.device("meta"), call, taint, settings)
         except TraceError:
@@ -264,7 +264,7 @@ class Kinds:
         module = call.module
         inputs, state = self._given(device, call, taint)
         of_buffers = set[Value]()
-        for name, buffer in module.named_buffers():  # that another unit has written to
+        for name, buffer in module.named_buffers():  # another unit may have written to it
             if tags := taint.of([buffer]):
                 taint.mark(state[name], tags)
                 of_buffers |= {tag for tag in tags if isinstance(tag, Value)}
@@ -377,7 +377,7 @@ def _comparable(value: Any) -> Any:
 @contextlib.contextmanager
 def _called_on(module: nn.Module, arguments: Any, state: dict[str, Tensor]) -> Iterator[Snapshot]:
     """Context manager in which the module has the parameters and buffers in `state`. Yields a Snapshot of the module
-    and the arguments, and restores it on exit."""
+    and the arguments, and restores their Python state on exit."""
     with unsliced(), reparametrized(module, state):
         before = Snapshot({UNIT: module, ARGUMENTS: arguments})
         try:

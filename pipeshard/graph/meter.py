@@ -89,8 +89,8 @@ def _as_ever(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Living(DispatchMode):
-    """Mode that counts the bytes of new storages that are alive. When a storage in `before` is freed, its bytes are
-    subtracted. `run` runs each operator. The results of operators in `but` do not count.
+    """Mode that counts the bytes of new storages that are alive. When the storage of a tensor in `before` is freed, its
+    bytes are subtracted. `run` runs each operator. The results of operators in `but` do not count.
 
     Attributes:
         bytes: the size of the living new storages, minus the size of the freed storages of `before`.
@@ -131,16 +131,17 @@ class Living(DispatchMode):
 
 @dataclass(frozen=True)
 class Work:
-    """The work, at the traced sizes, of one unit call and of the glue between the previous call and this call.
+    """The work of one unit call at the traced sizes, and the tensors that autograd saves in this call and in the glue
+    between the previous call and this call.
 
-    `flops` and `elements` (elements computed) are counted for one forward. `by_parameter` maps names of the unit's
-    parameters to the flops of the operators that read the parameter. The flops of an operator that reads several
-    parameters count for the largest parameter (the weight, not the bias). `kept` maps the tensors that autograd saves
-    for the backward, except parameters and leaves of the batch, to their bytes. The key of a tensor is the `Value` of a
-    unit's result, or another key that is the same for all calls that save the tensor. A call's intermediate tensors
-    share one key. `temporary` is the peak of the bytes that the backward allocates, including the gradients of the
-    results, minus the bytes of `kept` that the backward has freed. `waiting` is the bytes that W needs after its B: the
-    inputs of matrix products with trained parameters, and the gradients of these products.
+    `flops` and `elements` (the number of computed elements) are counted for one forward. `by_parameter` maps names of
+    the unit's parameters to the flops of the operators that read the parameter. The flops of an operator that reads
+    several parameters count for the largest parameter (the weight, not the bias). `kept` has the bytes of the tensors
+    that autograd saves for the backward, except parameters and leaves of the batch. The key of a tensor is the `Value`
+    of a unit's result, or another key that is the same for all calls that save the tensor. A call's intermediate
+    tensors share one key. `temporary` is the peak of the bytes that the backward allocates, including the gradients of
+    the results, minus the bytes of `kept` that the backward has freed. `waiting` is the bytes that W needs after its B:
+    the inputs of matrix products with trained parameters, and the gradients of these products.
     """
 
     flops: int
@@ -168,11 +169,11 @@ class Visit:
     """The work of one run of a unit, and the tensors that autograd saves during the run.
 
     `own` contains the bytes of the unit's saved intermediate tensors, by storage. `inputs` and `results` are the
-    positions of saved inputs and results. `passed` maps each result that is an unchanged input to that input. `given`
-    maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters. `factors` maps
-    the storages of the inputs of matrix products with `trained` parameters to their bytes, and `gradients` is the bytes
-    of the gradients of these products. If the unit recomputes its activations, `plain` is a visit without
-    recomputation, in which `own` includes the saved results.
+    positions of saved inputs and results. `passed` maps each result that shares memory with an input to this input.
+    `given` maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters.
+    `factors` maps the storages of the inputs of matrix products with `trained` parameters to their bytes, and
+    `gradients` is the bytes of the gradients of these products. If the unit recomputes its activations, `plain` is a
+    visit without recomputation, in which `own` includes the saved results.
     """
 
     flops: int = 0
@@ -202,7 +203,7 @@ class Meter(DispatchMode):
         works: the Work of each unit call.
         plain: the Work of each unit call without recomputation.
         tail: a Work with the memory of the glue after the last call, including the loss, and no flops.
-        same: for each result that is an unchanged argument, the key of the argument in `Work.kept`.
+        same: for each result that shares memory with an argument, the key of the argument in `Work.kept`.
     """
 
     def __init__(self) -> None:
@@ -289,7 +290,7 @@ class Meter(DispatchMode):
         return living.peak
 
     def _differentiate(self, run: Callable[[], object]) -> None:
-        # It fails if an operator has no meta kernel, or if values are read.
+        # `run` fails if an operator has no meta kernel, or if values are read.
         with replaced(self, is_differentiating=True), DisableTorchFunction(), suppress(Exception):
             run()
 

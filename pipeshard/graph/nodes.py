@@ -1,4 +1,4 @@
-"""Nodes: the nodes of autograd's graph."""
+"""Nodes: searches in autograd's graph."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, TypeVar

@@ -26,8 +26,8 @@ def is_library(module: str) -> bool:
 
 @functools.cache
 def is_users(module: str | None) -> bool:
-    """Whether the walk enters the code of this Python module: the user's own code, or a package's file that defines
-    layers."""
+    """Whether the walk enters the code of this Python module: the user's own code, or a file that defines layers in a
+    package outside CODE_OF_OTHERS."""
     if module is None:
         return False
     package = module.partition(".")[0]

@@ -38,7 +38,7 @@ NAMESPACES = (SimpleNamespace, Namespace, threading.local, UserList)
 # The process's generators are not part of a model's state: Randomness seeds them.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
-FEW = 8  # arrays and tensors of more elements contain data rather than thresholds
+FEW = 8  # arrays and tensors with more elements count as data, not as thresholds
 LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 BUILTIN = (dict, list, set, deque, bytearray)  # collections whose entries are not in attributes
@@ -170,7 +170,7 @@ def ways_to_hold(value: Any) -> Iterator[str]:
         yield "state"
     has_attributes = is_object(value) and (hasattr(value, "__dict__") or bool(slots(value)))
     if isinstance(value, COLLECTIONS) and has_attributes and not isinstance(value, BUILTIN):
-        pass  # its entries are in its attributes; to read an entry may fail, as in configs with missing values
+        pass  # its entries are in its attributes; reading an entry may fail, as in configs with missing values
     elif isinstance(value, MutableMapping):
         yield "item"
     elif isinstance(value, MutableSequence | MutableSet):  # also a deque
@@ -257,7 +257,7 @@ def is_number(value: Any) -> bool:
 
 
 def numbers_inside(value: Any) -> Iterator[float]:
-    """The numbers in a tuple, a frozenset, or an array or a tensor (other than a parameter) of a few elements."""
+    """The numbers in a tuple, a frozenset, or an array or tensor (not a parameter) with at most FEW elements."""
     if isinstance(value, tuple | frozenset):
         yield from (float(number) for number in value if is_number(number))
     elif isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= FEW:
@@ -328,7 +328,7 @@ def _text(state: Any) -> bytes:
 def _set_state(generator: Any, state: Any) -> None:
     if _is_iterator(generator):
         raise TraceError(
-            f"a forward reads from a {type(generator).__name__}, an iterator that cannot be rewound, so several stages "
+            f"a forward reads from an iterator ({type(generator).__name__}) that cannot be rewound, so several stages "
             "cannot read the same items: count in an attribute (self.step += 1), and index a list with this attribute"
         )
     if isinstance(generator, ContextVar):

@@ -28,11 +28,11 @@ def preserving(
 ) -> Iterator["Before"]:
     """Context manager that restores, on exit, the modules and everything reachable from their code or from the
     criterion: cached tensors, counters, statistics, generators, hooks, and tensors that were written to, including
-    parameters. Inside the context, the model's caches (`use_cache`) are disabled.
+    parameters. Inside the context, the model's key-value caches (`use_cache`) are disabled.
 
-    With `timed`, no operator is intercepted, and only the values of buffers are restored. A snapshot of a large model
-    takes a long time. If nothing has changed the model since an earlier call, pass the object that this call yielded as
-    `before`.
+    With `timed`, no operator is intercepted, and among the tensors that were written to, only buffers are restored. A
+    snapshot of a large model takes a long time: if nothing has changed the model since an earlier use of this context
+    manager, pass the object that it yielded as `before`.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)
@@ -153,7 +153,7 @@ def as_trained(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Context manager in which matrix products and convolutions of fp32 tensors are computed in fp32, not in TF32.
-    Kernels for other batch sizes round TF32 differently, by more than the proof and the trials of a loss tolerate."""
+    Kernels for different batch sizes round TF32 differently, by more than the proof and the loss trials tolerate."""
     cudnn, mkldnn = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.mkldnn)
     backends: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul]
     before = [backend.fp32_precision for backend in backends]
@@ -165,7 +165,7 @@ def without_tf32() -> Iterator[None]:
             convolves = cudnn.allow_tf32
     _set_tf32("highest", False)
     for backend in backends:
-        if backend.fp32_precision not in ("ieee", "none"):  # follows an option for all of torch
+        if backend.fp32_precision not in ("ieee", "none"):  # "none" follows an option for all of torch
             backend.fp32_precision = "ieee"
     try:
         yield

@@ -59,10 +59,10 @@ def _are_alike(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """A decision of glue on the batch's leaves `paths`. `steps` are the operators that compute the decision; the last
-    operator returned `answer` in the trace. `steps` is None if the question cannot be evaluated for other batches. The
-    answer is then valid only for the traced values. The question of a criterion's count (`is_count`) decides nothing,
-    so it has no `answer`, and any value holds."""
+    """A decision of glue on the batch's leaves `paths`. `steps` are the operators that compute the decision, and
+    `answer` is the result of the last operator. `steps` is None if the question cannot be evaluated for other batches.
+    The answer is then valid only for the traced values. The question of a criterion's count (`is_count`) decides
+    nothing, so it has no `answer`, and holds for every batch."""
 
     steps: tuple[Operator, ...] | None
     answer: Any
@@ -137,7 +137,7 @@ class Recipes:
 
     @property
     def rewritten(self) -> frozenset[str]:
-        """The leaves of the batch that have been written to, also lists with such a tensor."""
+        """The leaves of the batch that have been written to, including lists that contain such a tensor."""
         return frozenset(path for path, tensor, version in self._tensors if tensor._version != version)
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
@@ -171,9 +171,9 @@ class Recipes:
         return question
 
     def ask_count(self, count: Any, is_own: Callable[[Tensor], bool]) -> None:
-        """Record the question of a criterion's count, if glue computed this count from the batch, from Python values,
-        and from tensors that are the criterion's own (`is_own`). The values of other tensors may change from step to
-        step, and so may a number that was read from them."""
+        """Record the question of a criterion's count, if this count was computed only from the batch, Python values and
+        the criterion's own tensors (`is_own`). The values of other tensors may change from step to step, and so may a
+        number that was read from them."""
         of_count = self._results.get(count) if isinstance(count, Tensor) else None
         if of_count is None or self.is_unasked or not _has_version(count, of_count.version):
             return
@@ -218,8 +218,8 @@ def _has_version(tensor: Tensor, version: int) -> bool:
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:
-    """Map the sizes of `batch` (except 1), the products of two such sizes, and the neighbors of lengths (slices of a
-    difference end there) to the corresponding numbers of `real`."""
+    """Map the sizes of `batch` (except 1), the products of two such sizes, and the neighbors of lengths (slices such as
+    x[:-1] end there) to the corresponding numbers of `real`."""
     sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
     sizes = {size: of for size, of in sizes.items() if size > 1}
     beside = {size + k: of + k for size, of in sizes.items() if size > FEW for k in (-1, 1)}
@@ -230,7 +230,7 @@ def general_questions(
     questions: Sequence[Question], others: Sequence[tuple[int, Sequence[Question]]], sizes: Sequence[int]
 ) -> tuple[Question, ...]:
     """Return `questions` with each integer that depends on the sizes of the batch replaced by a Count. For each group
-    of axes, `others` contains (delta, questions of a run in which the group was larger by delta). `sizes` are the
+    of axes, `others` contains (delta, questions of a run in which the group's size differed by delta). `sizes` are the
     traced sizes of the groups."""
     runs = [(delta, [number for question in asked for number in question.numbers]) for delta, asked in others]
 

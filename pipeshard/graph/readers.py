@@ -36,11 +36,11 @@ class Readers:
         return noting_reads(self.inner, note)
 
     def outside_glue(self) -> AbstractContextManager[None]:
-        """Context manager in which reads are not glue's."""
+        """Context manager in which reads do not count as reads by glue."""
         return replaced(self, in_glue=False)
 
     def note_call(self, index: int, kind: Kind, settings: Settings) -> None:
-        """Record the attributes of other units' modules that call `index` reads. The call's unit has `settings`."""
+        """Record the attributes of modules outside the unit that call `index` reads. `settings` are the unit's own."""
         modules = settings.modules if kind.reads_outside else {}
         addresses = {path: address for address, (_, path) in modules.items()}
         for path, name in kind.reads_outside:
@@ -48,8 +48,8 @@ class Readers:
                 self._readers[addresses[path]][name].add(index)
 
     def observed(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
-        """The attributes with plain values that a unit may leave and other code reads. Attributes of modules outside
-        the unit count only if the unit leaves a value there in one of the trace's `calls`."""
+        """The attributes that other code reads, of the modules that each unit reaches: attributes in which the unit
+        leaves a value in one of `calls`, and all attributes of the unit's own modules with plain values."""
         left = {(call.unit, part.source.place) for call in calls for part in call.parts}
         for unit in dict.fromkeys(call.unit for call in calls):
             reached = settings[unit].modules

@@ -19,7 +19,7 @@ from pipeshard.private import DispatchMode, graph_task, saved_tensors_hooks, tre
 
 
 def no_draw(place: int) -> None:
-    """Seed nothing before the call at this place."""
+    """Seed nothing at this position."""
 
 
 class Randomness:
@@ -27,9 +27,9 @@ class Randomness:
     depend on the number of stages. In a forward-only call, the hash also contains the number of forward-only calls
     since the last training step. For each `model` except 0, the hash also contains the model's number.
 
-    A position is a unit call or the glue before the call. Every stage that runs this code uses the same random numbers
-    as the unsplit model. Torch is always seeded, for dropout. `random` and numpy take longer to seed. They are seeded
-    only if `python` is True, that is, if the model uses them (LayerDrop, masked features).
+    A position is a unit call, or the glue before a call or after the last one. At each position, every stage uses the
+    same random numbers as a run with one stage. Torch is always seeded, for dropout. `random` and numpy take longer to
+    seed. They are seeded only if `python` is True, that is, if the model uses them (LayerDrop, masked features).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -227,8 +227,8 @@ class Repeats:
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """An empty Repeat of the current call of `unit`. The caller fills in the fields. The Repeat is kept only if the
-        call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint,
-        whose later calls are all on one stage."""
+        call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint.
+        All calls from the first call in such a checkpoint on are on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -238,12 +238,12 @@ class Repeats:
 
     def pop(self, unit: str) -> Repeat | None:
         """Remove and return the Repeat of the call that is now repeated. Returns None if user code makes the call.
-        Raises TraceError in a backward of an unknown stage."""
+        Raises TraceError in a backward whose stage is unknown."""
         if self.is_unknown and graph_task() != -1:
             raise TraceError(
-                f"the model calls {unit} in an activation checkpoint of its own, but several stages run in this "
-                "process, so the backward cannot know which of them to recompute. Use one stage per process, "
-                "target=None or target='colossalai', or move the checkpoint into the layer"
+                f"the model calls unit {unit} in its own torch.utils.checkpoint, but another runtime runs several "
+                "stages in this process, so the stage for which the backward recomputes the unit is unknown. Use one "
+                "stage per process, target=None or target='colossalai', or move the checkpoint into the unit"
             )
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 

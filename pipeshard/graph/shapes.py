@@ -48,8 +48,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Count:
-    """An integer that depends on the batch's sizes: an affine function of these sizes, or (`is_product`) their product.
-    `slopes[g]` is its growth per unit of axis group g while all other groups have their traced sizes."""
+    """An integer that depends on the batch's sizes: an affine function of these sizes or, with `is_product`, a multiple
+    of the product of some of them. `slopes[g]` is the growth of the integer per unit of axis group g while all other
+    groups have their traced sizes."""
 
     value: int
     slopes: tuple[int, ...]
@@ -135,7 +136,7 @@ class Axes:
             return None
         deltas = []
         for group, size in zip(self.groups, self.sizes, strict=True):
-            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # only lists count samples
+            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # all in lists
             if len(now) != 1:
                 return None
             deltas.append(now.pop() - size)
@@ -168,7 +169,7 @@ class Axes:
         return batch.map(resize)
 
 
-# Without a reservation of memory: a placeholder may be larger than the machine's memory, and is seldom touched.
+# Reserves no memory: a placeholder may be larger than the machine's memory, and is seldom accessed.
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)  # 0x4000: MAP_NORESERVE
 
 

@@ -4,9 +4,9 @@ The state that a unit or glue leaves behind is found by comparison: everything t
 before a run, and compared after the run. So no list of the ways in which models leave state is needed. Running a copy
 of the objects would not work, since hooks, generators and shared objects must stay the same objects.
 
-A Dataflow is valid only for the flags with which it was traced. torch.compile guards the values that its trace has
-read. Here, some reads of glue and units are unknown, so every step compares the whole Python state. Each known state
-has a number.
+A Dataflow is valid only for the Python state (flags) with which it was traced. torch.compile guards the values that its
+trace has read. Here, some reads of glue and units are unknown, so every step compares the whole Python state. Each
+known state has a number.
 """
 
 import functools
@@ -50,17 +50,17 @@ MOST_OBJECTS = 200_000  # the maximum number of objects that are walked
 
 
 class Thresholds(NamedTuple):
-    """Numbers with which code may compare a float: numbers `in_code`, and how many places contain a number."""
+    """Numbers with which code may compare a float: numbers `in_code`, and how many places contain each number."""
 
     in_code: set[float]
     in_places: Counter[float]
 
     def without(self, moved: Iterable[tuple[float, float]]) -> Self:
-        """These numbers without those at the places of `moved`."""
+        """These numbers without the former numbers of changed places; `moved` has (before, now) for each place."""
         return self._replace(in_places=self.in_places - Counter(before for before, _ in moved))
 
     def lie_between(self, before: float, now: float) -> bool:
-        """Whether a comparison with one of these numbers may have another result for `now` than for `before`."""
+        """Whether a comparison with one of these numbers may have different results for `before` and `now`."""
         least, most = min(before, now), max(before, now)
         return any(least <= number <= most for number in itertools.chain(self.in_code, self.in_places))
 
@@ -77,7 +77,7 @@ class Change(NamedTuple):
 
     @property
     def is_of_list(self) -> bool:
-        """Whether the whole content of a list or a set has changed."""
+        """Whether `before` and `now` are the whole contents of a list or a set."""
         return self.key is None and not isinstance(self.holder, MutableMapping)
 
 
@@ -95,8 +95,8 @@ class Holder(NamedTuple):
 
 class Snapshot:
     """The state of everything that is reachable from `roots`, other than through the objects in `without`, recorded
-    when the Snapshot is created. Paths begin with the name of their root. `then` are roots that are walked last: an
-    object that the first roots also reach has a path from there.
+    when the Snapshot is created. Paths begin with the name of their root. `then` are roots that are walked last: the
+    path of an object that `roots` also reach begins at one of `roots`.
 
     Attributes:
         paths: the path of each holder, by id.
@@ -126,8 +126,8 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The changes of places whose values were replaced. This is fast if there are none, since every step compares
-        the state of a whole model.
+        """The changes of places whose values were replaced. Fast if there are none: every step compares the state of a
+        whole model.
 
         `same(before, now)` decides whether two different objects count as equal.
         """
@@ -264,7 +264,7 @@ MOST_STATES = 16  # the maximum number of states that are recognized
 
 
 class Looks:
-    """The number of looks at something, and those of them that have found something new."""
+    """Counts looks at something (`number`), and keeps the numbers of the latest looks that found something `new`."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -275,7 +275,7 @@ class Looks:
 
     @property
     def is_restless(self) -> bool:
-        """Whether most looks find something new, as the last look did."""
+        """Whether the last look, and more than half of the latest looks, found something new."""
         new, most = self.new, self.new.maxlen or 0
         return len(new) == most and new[-1] == self.number and new[-1] - new[0] < 2 * most
 
@@ -285,8 +285,8 @@ class Flags:
 
     Changes by the forwards themselves (to counters, caches, lists that they fill) do not count: `stepped` finds such
     changes by comparing the state before and after a step. For another object, changed values of tensors (except
-    parameters) also count, even if the tensor was replaced. A float counts as changed if its `kind_of_number` changes,
-    or if it passes a number with which the code may compare it. So weights may be annealed from step to step.
+    parameters) also count, even if the tensor was replaced, and a float counts as changed only if its `kind_of_number`
+    changes, or if it passes a number with which the code may compare it. So a criterion's weights may be annealed.
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -315,8 +315,8 @@ class Flags:
         return not any(True for _ in (state.changes() if self.without else flagged(state)))
 
     def newest_change(self) -> Path:
-        """The place of a change that has led to the newest of several states, or () if only `requires_grad` has
-        changed."""
+        """The place of a change since the newest state but one, or () if there is none, for example if only
+        `requires_grad` has changed."""
         changes = self._changes(self.next - 2) if self.next - 2 in self.states else ()
         return next((change.path for change in changes if (id(change.holder), change.key) not in self.moved), ())
 
@@ -353,8 +353,8 @@ class Flags:
         return {path: (leaf, leaf.requires_grad) for path, leaf in leaves}
 
     def stepped(self) -> None:
-        """Record that a step has run since the last call of `number`. Places that this step has changed do not
-        count."""
+        """Record that a step has run since the last call of `number`. Places that the first step in a state has changed
+        do not count from now on."""
         if self.now in self.unsure & self.states.keys():
             self.moved |= {(id(change.holder), change.key) for change in self._changes(self.now)}
         self.unsure.discard(self.now)
@@ -401,8 +401,8 @@ def _has_same_entries(before: Any, now: Any) -> bool:
 
 
 class _Annealing:
-    """Compares values with those of a state. A float that has changed counts as equal if its kind is the same, and if
-    the results of comparisons are the same, also with other floats that have changed."""
+    """Compares values with those of a state. A changed float counts as equal if its `kind_of_number` is the same, and
+    if comparisons with all other numbers, including other changed floats, have the same results."""
 
     def __init__(self, state: Snapshot, values: Mapping[int, Tensor]) -> None:
         self.state, self.values = state, values
@@ -454,8 +454,9 @@ def kind_of_number(number: float) -> Hashable:
 
 
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether the code of a module outside `unit`, or of the criterion, mentions the name of `place`. The code may then
-    read the value that a call of the unit has written to this place. True for a place without a name."""
+    """Whether the code of the criterion, or of a class of modules that `unit` does not contain, mentions the name of
+    `place`. This code may then read the value that a call of the unit has written to the place. True for a place
+    without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True

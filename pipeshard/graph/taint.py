@@ -1,9 +1,9 @@
-"""Taint: the values from which every tensor was computed, recorded for each storage.
+"""Taint: the values from which each tensor was computed, recorded for each storage.
 
 Autograd's graph shows the dependencies of floating-point results. It shows neither the dependencies of integers and
-masks, nor dependencies through in-place writes or through values on which Python has branched. So a dispatch mode
-propagates tags from the inputs of each operator to the outputs. Tags belong to storages, so a view has the tags of its
-base.
+masks, nor those through writes under no_grad or through `data`, nor the values on which Python has branched. So a
+dispatch mode propagates tags from the inputs of each operator to the outputs. Each storage has its tags, so a view has
+the tags of its base.
 """
 
 import inspect
@@ -102,12 +102,12 @@ class Taint(DispatchMode):
 
     Outside units (`inside is None`), a result has the tags of the operator's inputs. Inside unit call c, every result
     is tagged Hidden(c), the tags of all inputs are collected in `met`, and work is counted in `flops` and `elements`.
-    Glue does not compute with meta tensors (parameters of a model on meta): an operator with a meta tensor as input
-    runs on shapes only, and returns zeros.
+    In glue, an operator with a meta tensor as input (a parameter of a model on meta) runs on shapes only. It returns
+    zeros, or a meta tensor if all inputs are on meta.
     """
 
     def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
-        """Pass `recipes` to evaluate the questions of glue on the values of a batch other than the traced batch."""
+        """Pass `recipes` to record how glue's questions are computed from the leaves of a batch."""
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
@@ -117,20 +117,20 @@ class Taint(DispatchMode):
         self.made = {storage_of(ANCHOR)}  # storages that operators, or the trace itself, have allocated
         self.homes: dict[int, Value] = {}  # storages that contain a Value itself, not a computed result
         self.nodes: dict[Node, frozenset[Value]] = {}  # by the grad_fn of a value or of its copy
-        self.written: set[Value] = set()  # by glue
+        self.written: set[Value] = set()  # values that were changed in place
         self.stores: set[int] = set()  # storages to which the latest unit call writes
         self.decisions: dict[str, int] = {}  # by line: the number of calls before the first decision, or FOR_ALL
         self.modules: Mapping[int, str] = {}  # the names, by id, of modules that could be units
         self.deciders: set[str] = set()  # the outermost of `modules` that ran at each decision
-        self.decided: dict[int, frozenset[Tag]] = {}  # by the number of calls before the decision
+        self.decided: dict[int, frozenset[Tag]] = {}  # the tags of decisions, by the number of calls before them
         self.consulted: set[str] = set()  # inputs of decisions
         self.seen: set[str] = set()  # inputs in `consulted` that were read other than through a Question
         self.recalled: set[str] = set()  # places with kept tensors on which glue branches
         self.shaping: set[str] = set()  # inputs on whose exact values the Dataflow depends, such as sizes
         self.rows = 0  # the number of samples in the traced batch
-        self.lengths: dict[str, int] = {}  # by input: the number of calls before glue has read one number a sample
+        self.lengths: dict[str, int] = {}  # by input: the number of calls before glue first read its lengths
         self.in_criterion = False
-        self.shapes: dict[int, frozenset[str]] = {}  # by storage: inputs that determine shapes of the criterion
+        self.shapes: dict[int, frozenset[str]] = {}  # by storage: inputs that determine shapes in the criterion
         self.met: set[Tag] = set()
         self.drawn = False  # whether glue used torch's random numbers
         self.touched: set[Value] = set()  # values that operators of glue received
@@ -275,7 +275,7 @@ class Taint(DispatchMode):
     def _note_shapes(self, func: Any, args: Any, inputs: Iterable[Tensor], result: Any) -> None:
         """Record the inputs that determine the shape of an operator's result in the criterion.
 
-        The last stage runs the criterion itself, so that such a shape matters only if Python code or a unit reads it.
+        The last stage runs the criterion itself, so such a shape matters only if Python code or a unit reads it.
         """
         paths = frozenset[str]().union(*(self.shapes.get(storage_of(tensor), ()) for tensor in inputs))
         if func._overloadpacket not in SCALAR:
@@ -289,7 +289,7 @@ class Taint(DispatchMode):
             self.read_shape(result)
 
     def read_values(self, tensor: Tensor, is_by_address: bool = False) -> None:
-        """Record that Python code reads a tensor's values, or only its address, other than through a Question."""
+        """Record that Python code reads a tensor's values (or `is_by_address`) other than through a Question."""
         tags = self.of([tensor])
         self.decide(tags)
         self.read_shape([tensor])
@@ -301,8 +301,8 @@ class Taint(DispatchMode):
 
     @property
     def read_between(self) -> set[str]:
-        """The inputs from which glue has computed one number for each sample (a length), and has read these numbers
-        before a unit call: they may determine shapes."""
+        """The inputs from which glue computed lengths (one number, or one number per sample) that it read before a unit
+        call: such lengths may determine shapes."""
         return {path for path, calls in self.lengths.items() if calls < self.calls}
 
     def read_shape(self, tensors: Iterable[Any]) -> None:
@@ -390,7 +390,7 @@ class Lone(DispatchMode):
 
 
 def _is_of_world(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the group of a collective contains all of several ranks."""
+    """Whether a collective waits for all ranks. False if there is only one rank."""
     if dist.get_world_size() == 1:
         return False
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs

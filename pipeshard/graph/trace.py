@@ -28,7 +28,7 @@ from pipeshard.hf import BOUNDARIES, is_encoder_decoder
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
-FAR_LENGTHS = (1001, 29)  # increases in length for the last check, which uses the first with which the model runs
+FAR_LENGTHS = (1001, 29)  # increases in length for the last check, which uses the first one with which the model runs
 ROWS, LENGTH = 2, 8  # the least number of samples in a trace, and their maximum length (if the model runs with it)
 
 
@@ -58,8 +58,9 @@ def trace(
     this rank, or are zeros if there are none. Without `grad`, the glue runs as under no_grad, and no result requires
     grad. `draw` seeds the random numbers of the glue, as described for Tracer.
 
-    Raises TraceError if a unit or a line fails (the error names it), PartitionError for a name in `cuts` that is not a
-    module inside the model, and BatchError if the labels in a tuple are passed to the model as another argument.
+    Raises TraceError if the forward or the criterion fails (the error names the unit, or the last unit before the
+    error), PartitionError for a name in `cuts` that is not a module inside the model, and BatchError if the labels in a
+    tuple are passed to the model as another argument.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
@@ -82,7 +83,7 @@ def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) ->
         try:
             return _trace_any(tracer_of, sample)
         except (TraceError, BatchError) as error:  # the batch cannot be split, or the model fails on so few samples
-            logger.debug("the model is traced with the whole batch: %s", error)
+            logger.debug("a trace for any size failed, so the whole batch is traced: %s", error)
     tracer = tracer_of(sample)
     with preserving(tracer.model, tracer.criterion) as before:
         flow = carrying(tracer, sample, None, before, run_watched(tracer, sample, None, before))
@@ -90,8 +91,8 @@ def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) ->
 
 
 def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
-    """The Dataflow for batches of any size, traced on a few samples, without the boundaries of documents: a kernel
-    would access memory up to the last boundary, beyond the shortened rows."""
+    """The Dataflow for batches of any size, traced on a few shortened samples. The boundaries of documents are omitted:
+    a kernel would access memory up to the last boundary, beyond the end of the shortened rows."""
     real, sample = sample, sample.take(_traced_rows(sample)).without(BOUNDARIES)
     tracer = tracer_of(sample)
     short = _axes(tracer, sample).shortened(sample, LENGTH)
@@ -107,8 +108,8 @@ def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
 
 
 def _traced_rows(sample: Batch) -> Tensor:
-    """The indices of the samples to trace: the first ones, and for each leaf of media without an entry in these, the
-    first sample that has one. Without it, the Dataflow would lack the units that read the leaf."""
+    """The indices of the samples to trace: the first ones and, for each media leaf of which these have no entry, the
+    first sample that has one. Without this sample, the Dataflow would lack the units that read the leaf."""
     rows = [row % sample.rows for row in range(ROWS)]
     for counts in sample.owners.values():
         if any(counts) and not any(counts[row] for row in rows):
@@ -122,8 +123,8 @@ def _axes(tracer: Tracer, batch: Batch) -> Axes:
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
     """Return `flow` with the slope of every dimension for every group of axes. Groups are pinned if shapes are not
-    affine functions of the groups' sizes. The question of a criterion's count pins no group: the Dataflow omits a
-    question that differs for other sizes."""
+    affine functions of the groups' sizes. The question of a criterion's count pins no group: the Dataflow omits this
+    question if it differs for other sizes."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     asked: dict[int, tuple[int, Dataflow]] = {}
     for group in range(len(axes.sizes)):
@@ -160,8 +161,8 @@ def _pinned(flow: Dataflow, keep: int) -> Dataflow:
 
 def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
     """Whether the shapes of `general` are correct if every free size is slightly larger and, if the model runs with
-    such lengths, for much larger lengths. If a size is rounded to windows or strides, it looks constant for small
-    changes."""
+    such lengths, for much larger lengths. A size that is rounded to windows or strides looks constant if a length
+    changes little."""
     lengths = len(general.axes.sizes) - 1
     if _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)]) is not True:
         return False
@@ -174,7 +175,7 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
 
 
 def _may_round(flow: Dataflow) -> bool:
-    """Whether lengths may be rounded: the model uses a tensor of a unit whose shape seems not to depend on the length.
+    """Whether lengths may be rounded: the model uses a unit's tensor whose shape does not seem to depend on the length.
     Other models are not tried with the largest increase, since some units run a loop over positions."""
     reads = [*(call.reads for call in flow.calls), *(reads for _, reads, _ in flow.outputs), flow.loss or Reads()]
     used = flow.touched.union(*(each.values for each in reads))
@@ -192,7 +193,7 @@ def _holds(
     same_path: bool = True,
 ) -> bool | None:
     """Whether a run in which each group g is larger by `growth[g]` has the shapes of `general`, or None if the run
-    fails or, without `same_path`, takes another path (with a mask, beyond the window of its attention)."""
+    fails or, without `same_path`, takes another path (such as with a mask, if the length exceeds the window)."""
     axes = general.axes
     for group in range(len(axes.sizes)):
         batch = axes.resized(batch, group, growth[group])

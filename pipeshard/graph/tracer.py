@@ -1,9 +1,9 @@
 """Tracer: runs a model's glue with placeholders for its units, and tracks the dependencies between values.
 
-torch.fx and torch.export need a graph of the whole model. There is none for much of transformers' code, which reads
-values in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units. So the
-model's own forward runs on the values of a small batch. Each unit call returns zeros of the shapes of its kind, and a
-Taint propagates dependencies from these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
+torch.fx and torch.export need a graph of the whole model. Much of transformers' code has none, because it reads values
+in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units. So the model's
+own forward runs on a batch, each unit call returns zeros with the shapes of its kind's results, and a Taint propagates
+dependencies on these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,18 +37,18 @@ from pipeshard.graph.units import CutPoint, check_call, find_units, handled, mod
 from pipeshard.private import tree_flatten, tree_tensors
 from pipeshard.replaced import replaced
 
-SMALL = 4  # the maximum number of elements per sample of an input that contains sizes (of images, patches, ...)
+SMALL = 4  # the maximum number of elements per sample of an input that may contain sizes (of images, ...)
 
 
 class _SeenOutside(Exception):
-    """Raised if glue uses a tensor that escaped a unit untracked. Every call must then be visited, even a call of a
-    known kind."""
+    """Raised if glue or a unit uses a tensor that escaped an earlier unit call untracked. Every call must then be
+    visited, even a call of a known kind."""
 
 
 class Tracer:
     """Runs the glue of one model, and caches the kinds of its units between runs. Units that do not run on meta are
-    visited on `device` (default: the model's). `meter` observes every run. `draw` seeds the random numbers of the glue
-    before a call, given by twice its number, as stages do (see Randomness).
+    visited on `device` (default: the model's). `meter` observes every run. `draw(2 * k)` seeds the random numbers of
+    the glue before call k, as stages do (see Randomness).
 
     Attributes:
         reset: called before every run.
@@ -82,7 +82,7 @@ class Tracer:
     @collector_paused()
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
         """Run the glue on `batch`, and return the Dataflow, with shapes for the sizes of `batch` and without slopes.
-        With `real`, branches of glue on values of the batch use the values of `real`."""
+        With `real`, a bool that glue computes from the batch is computed from `real` instead, if possible."""
         batch = batch.to(self.device)
         try:
             return self._run(batch, real)
@@ -161,7 +161,7 @@ class Tracer:
         return loss if loss is None or count is None else loss / count
 
     def _is_of_criterion(self, tensor: Tensor) -> bool:
-        """Whether a place of the criterion holds this tensor. Flags then compares the tensor's values in each step."""
+        """Whether this tensor is at a place of the criterion and is not a parameter. Flags compares such tensors."""
         own = Snapshot({"": self.criterion}, without=(self.model,)).tensors
         return not isinstance(tensor, nn.Parameter) and any(tensor is held for *_, held, _ in own)
 
@@ -184,7 +184,7 @@ class Tracer:
         others = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
         outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
         used = None if loss is None else self._use([loss]).joined(late)
-        if used is not None:  # all later calls belong to the same autograd function
+        if used is not None:  # forbids cuts after the first of these calls
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
         small = {path for path, leaf in batch.tensors.items() if leaf.numel() <= SMALL * batch.rows}
         shaping = taint.shaping | taint.read_between
@@ -273,8 +273,8 @@ class Tracer:
         if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
             raise TraceError(
                 f"{type(self.model).__name__} seeds torch in its forward (torch.manual_seed), and calls unit {unit} "
-                "before it generates random numbers. Stages reseed torch in and after each unit, so the model's seed "
-                "would be lost: use your own torch.Generator, seed in the unit, or generate the numbers before the call"
+                "before generating random numbers. Stages reseed torch in and after each unit, so the model's seed "
+                "would be lost: use your own torch.Generator, seed torch in the unit, or generate the numbers before it"
             )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
@@ -287,7 +287,7 @@ class Tracer:
 
     def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
         """For each leaf of a call's outputs, the values that receive a gradient if the leaf receives one."""
-        if not torch.is_grad_enabled():  # in a custom autograd function, whose backward may reach all values
+        if not torch.is_grad_enabled():  # the call may be in an autograd function, whose backward may reach all values
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             every = Reads.of(kind.met | self.taint.of(trained)).values
             return (every,) * len(kind.leaves)
@@ -310,12 +310,12 @@ class Tracer:
 class Reading(TorchFunctionMode):
     """Mode that reports to a Taint the uses of tensors that bypass the dispatcher.
 
-    Three uses are reported as decisions: reading a tensor with `tolist`, `numpy` or `np.asarray`; converting a list
-    that contains tensors to a tensor or an index; and computing gradients of unit results in glue, since each stage has
-    only a part of their graph (in a trace, these gradients are zeros). Range checks of `one_hot` are not decisions.
-    Hooks on gradients are also reported, and so are reads of sizes that depend on values of the batch. Raises
-    RuntimeError inside a unit on meta if autocast would cast, since meta tensors are not cast. Also raises RuntimeError
-    if the address of a meta tensor is read: it is 0, and a (Triton) kernel would access memory at this address.
+    Three uses are reported as decisions: reading values or the address of a tensor (`tolist`, `numpy`, `data_ptr`,
+    ...); converting a list that contains tensors to a tensor or an index; and computing gradients of unit results in
+    glue, since each stage has only a part of the graph of these results (in a trace, these gradients are zeros). Range
+    checks of `one_hot` are not decisions. Hooks on gradients are also reported, and so are reads of sizes that depend
+    on values of the batch. Raises RuntimeError inside a unit on meta if autocast would cast, since meta tensors are not
+    cast, and if the address of a meta tensor (0) is read, since a (Triton) kernel would access memory at this address.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)

@@ -3,7 +3,7 @@
 A stage that does not run a unit must reproduce all outputs of the unit. The result alone is not enough: models leave
 auxiliary losses in attributes, lists and contexts, and transformers collects router logits with forward hooks. Places
 to which a unit writes are found by comparison with a Snapshot. Each output is a pytree whose tensors can be sent.
-Objects of the user's classes are nodes of the pytree. The classes need not be registered with torch.
+Objects of the user's classes are nodes of the pytree, even if the classes are not registered with torch.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class Source(NamedTuple):
 
     @property
     def by_hook(self) -> bool:
-        """Whether a hook inside the unit has left the tree; such a hook may only count its runs."""
+        """Whether a hook inside the unit left the tree, for example as a count of the hook's runs."""
         return any(str(step.key).endswith("_hooks") for step in self.place)
 
 
@@ -186,8 +186,9 @@ def changed(
 
 
 def _changed_through_data(snapshot: Snapshot, stores: Container[int]) -> Iterator[Change]:
-    """The tensors in `stores` whose version has not changed, such as the buffers of running averages. Parameters are
-    omitted: a constraint on weights (a norm of at most 1) that is applied again in each forward changes nothing."""
+    """The tensors that were written to through `data`, such as running averages: their storages are in `stores`, but
+    their versions have not changed. Parameters are omitted: a constraint on weights (such as a norm of at most 1) that
+    each forward applies does not change weights that already satisfy it."""
     for path, holder, key, tensor, version in snapshot.tensors:
         is_written = storage_of(tensor) in stores and tensor._version == version
         if is_written and not isinstance(tensor, nn.Parameter):
@@ -238,8 +239,8 @@ def run_collecting(
     """Run one call of `unit` with `arguments` (args, kwargs), and return its outputs with their sources: the result,
     the results of `modules`, and the values of `places`.
 
-    `modules` are names of modules inside the unit; with `silent`, their own forward hooks are not called, except those
-    that only let the module's result require a gradient. `places` are sources to read after the call.
+    `modules` are names of modules inside the unit; with `silent`, their own forward hooks are not called, except hooks
+    that only make the module's result require a gradient. `places` are sources to read after the call.
     """
     args, kwargs = arguments
     heard: list[tuple[Source, Any]] = []
@@ -266,8 +267,8 @@ def run_collecting(
 
 
 def _only_requires_gradient(hook: Callable[..., Any]) -> bool:
-    """Whether a forward hook calls only `requires_grad_`, as those of transformers' and peft's
-    `enable_input_require_grads`. The hook affects only the unit's result."""
+    """Whether a forward hook only calls `requires_grad_`, like the hooks that `enable_input_require_grads` of
+    transformers and peft registers. Such a hook affects only the unit's result."""
     return getattr(getattr(hook, "__code__", None), "co_names", ()) == ("requires_grad_",)
 
 

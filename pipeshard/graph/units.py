@@ -69,8 +69,8 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
 
 
 def escaped(call: "Call") -> str:
-    """The text of an error about a reader on a later stage, and a value that escapes this call untracked. At a
-    CutPoint, only writes escape: its input and output are one tensor, but become two tensors at a cut."""
+    """The predicate of an error message whose subject is a reader, on a later stage, of a value that escapes this call
+    untracked. At a CutPoint, only writes escape: its input and output are one tensor, but two tensors at a cut."""
     if not call.is_cut:
         return f"uses a value that escapes unit {call.unit} untracked"
     return (
@@ -87,8 +87,8 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     """The units of `model` by name, in the order of registration. A model whose calls are already intercepted keeps its
     units.
 
-    A unit is a member of an `nn.ModuleList`, or another child with parameters of a module that contains such lists. A
-    list inside such a list, an `nn.ModuleDict`, and a stage of a hierarchy (swin, resnet) that is not recomputed as a
+    A unit has parameters, and is a member of an `nn.ModuleList` or another child of a module that contains such lists.
+    A list inside such a list, an `nn.ModuleDict`, and a stage of a hierarchy (swin, resnet) that is not recomputed as a
     whole are split into their members. In a model without such lists and without CutPoints, an `nn.Sequential` counts
     as a list, and each of its members is a unit, even without parameters: as glue, a pooling layer would run on every
     later stage. CutPoints and the modules named in `cuts` are units; modules that contain them are not. A module with
@@ -136,7 +136,8 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
     """The full names of the modules `names`; for a PeftModel, `names` may be names in its base model.
 
-    Raises PartitionError for the model itself, and for a name that is not a module of the model, with similar names.
+    Raises PartitionError for the model itself, and for a name that is not a module of the model. The error then lists
+    similar names.
     """
     known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     full = [full_name(model, name) for name in names]
@@ -312,9 +313,9 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
 
 @contextmanager
 def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
-    """Context manager in which `handler` answers the units' calls. Everything is restored on exit.
+    """Context manager in which `handler` answers the units' calls. Restores the units' forwards and handlers on exit.
 
-    Compiled units run in eager mode, so that a trace does not compile units for the trace's shapes.
+    Compiled units run in eager mode, so that a trace does not compile units for its own shapes.
     """
     global _handling
     before = {name: module.__dict__.get("forward") for name, module in units.items()}

@@ -1,8 +1,8 @@
-"""Writes: whether a loop has written to a tensor, also through `data`, which does not change the version.
+"""Writes: whether a training loop has written to a tensor, even through `data`, which does not change the version.
 
 While a boosted model is alive (engine/data_guard.py), reads and replacements of `tensor.data` are counted, for tensors
 that were passed to `count_reads` or `note`. Before the first read after a note, the sum of the tensor's values is
-stored. A note is therefore fast if a loop does not use `data`, and a read does not count as a write.
+stored. So a note is fast unless the loop uses `data`, and a mere read does not count as a write.
 
 A replacement of the `data` of a sharded parameter is passed to its owner in `OWNERS`, since torch would only replace
 the DTensor's outer tensor.
@@ -20,15 +20,15 @@ from pipeshard.private import DisableTorchFunction
 READS, SUMS = "pipeshard_reads", "pipeshard_sums"  # attributes of a tensor
 KEPT = 8  # the number of latest notes of a tensor whose sums are kept
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-DATA: Any = Tensor.data  # the attribute of a tensor that `CountedData` overrides
+DATA: Any = Tensor.data  # torch's descriptor, which `CountedData` replaces
 
 
 class Owner(Protocol):
     """An object that replaces the `data` of tensors that share memory."""
 
     def replace_data(self, tensor: Tensor, value: Tensor) -> bool:
-        """Replace the data of `tensor` and of the tensors that share its memory. Returns False if `tensor` shares its
-        memory with no other tensor."""
+        """Replace the data of `tensor` and of the tensors that share its memory. Returns False, and replaces nothing,
+        if `tensor` shares its memory with no other tensor."""
 
 
 OWNERS = WeakValueDictionary[int, Owner]()  # by the id of a tensor
