@@ -133,28 +133,28 @@ class Carried:
         return self.uses.hidden | (self.writers if -1 not in self.writers else frozenset())
 
 
-@dataclass(frozen=True, eq=False)  # the key of caches, by its identity
+@dataclass(frozen=True, eq=False)  # a key of caches, compared by identity
 class Dataflow:
     """The unit calls of one forward, in order, and the dependencies of the loss and the outputs.
 
     `outputs` are the tensor leaves of the model's output, as (path, Reads, TensorSpec). `written` are the values that
     glue or a later call changes in place. `decisions` are the lines of glue that branch on an activation or a parameter
-    before the last call, or that no stage can run. `late_decisions` are such branches of the forward after the last
-    call. `has_branches` is True if the forward or the criterion has such a branch after the last call. `consulted` are
-    the leaves of the batch on which glue branches, or to which glue writes (`rewritten`). The Dataflow is specific to
-    the values of the leaves `watched`, such as image sizes, and masks used as indices (in a criterion, only if code
-    reads the sizes of the result). `glue_random` is True if glue may use random numbers or the model has its own
-    checkpoints, and `python_random` if any code uses `random` or numpy's generator. `tail` is the number of flops of
-    glue's operators on parameters after the last call. `touched` are the values that operators of glue received.
-    `questions` are the decisions of glue on the batch's values: the Dataflow is valid only for batches with the same
-    answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state for the next forward,
-    and `passing` the places that the forward changes, and that the forward or the criterion restores. `together` has
-    the first and the last of the calls that each of the model's own checkpoints recomputes. `valued` are the units that
-    do not run on meta, and were visited with values. `deciders` are the modules outside units that were running when
-    glue branched, and that could be units. `differentiated` are the values that receive a gradient of the loss through
-    glue alone. `counts_results` is True if the criterion returns a count that depends on unit results. `opaque` has the
-    name ("" for the output itself) and the class of each object in the model's output that contains tensors, but that
-    torch's pytree treats as a leaf. `observed` are the attributes of units that other code reads (see Readers).
+    before the last call, or that differentiate unit results. `late_decisions` are lines of the forward with such a
+    branch after the last call. `has_branches` is True if the forward or the criterion has such a branch after the last
+    call. `consulted` are the leaves of the batch on which glue branches, or to which glue writes (`rewritten`). The
+    Dataflow is specific to the values of the leaves `watched`, such as image sizes, and masks used as indices (in a
+    criterion, only if code reads the sizes of the result). `glue_random` is True if glue may use random numbers or the
+    model has its own checkpoints, and `python_random` if any code uses `random` or numpy's generator. `tail` is the
+    number of flops of glue's operators on parameters after the last call. `touched` are the values that operators of
+    glue received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only for batches
+    with the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state for the
+    next forward, and `passing` the places that the forward changes, and that the forward or the criterion restores.
+    `together` has the first and the last of the calls that each of the model's own checkpoints recomputes. `valued` are
+    the units that do not run on meta, and were visited with values. `deciders` are the modules outside units that were
+    running when glue branched, and that could be units. `differentiated` are the values that receive a gradient of the
+    loss through glue alone. `counts_results` is True if the criterion returns a count that depends on unit results.
+    `opaque` has the name ("" for the output itself) and the class of each object in the model's output that contains
+    tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of units that other code reads.
     """
 
     calls: tuple[Call, ...]

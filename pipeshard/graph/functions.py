@@ -74,7 +74,7 @@ def reached(values: Iterable[Any], known: Collection[int], kinds: Any = object) 
 
 
 def inside(value: Any) -> dict[Any, Any]:
-    """The objects to which a value refers, by the step to each; a function refers to its closure and defaults."""
+    """The objects to which a value refers (for a function: those in its closure and defaults), by the step to each."""
     if isinstance(value, FunctionType):
         return {("default", k): entry for k, entry in enumerate(defaults_of(value))} | content_of(value, "cell")
     ways = [how for how in ways_to_hold(value) if how in OF_OBJECT]

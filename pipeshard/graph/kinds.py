@@ -326,7 +326,7 @@ class Kinds:
         return visit
 
     def _given(self, device: torch.device, call: UnitCall, taint: Taint) -> tuple[list[Any], dict[str, Tensor]]:
-        """The leaves of the call's arguments for a visit on `device`, and the unit's parameters and buffers."""
+        """Copies of the call's argument leaves for a visit on `device`, and new parameters and buffers for the unit."""
         with disable_current_modes():
             inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
             state = blank_state(call.module, device, self.lent.get(call.unit))

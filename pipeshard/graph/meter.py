@@ -1,4 +1,4 @@
-"""Meter: each traced unit call's work, and the memory that autograd saves during the call, at the batch's sizes."""
+"""Meter: the work of each unit call at a batch's sizes, and the bytes of the tensors that autograd saves in it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped_flops,
 }
 PRODUCTS = {aten.mm, aten.addmm}  # of linear layers: W computes the gradients of their weights
-BY_ROWS = {aten.embedding_dense_backward}  # a stage updates only the rows that were read
+BY_ROWS = {aten.embedding_dense_backward}  # stages accumulate only the rows that were read
 NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # their results alias their inputs
 Run = Callable[[Any, Any, Any], Any]  # run(operator, args, kwargs) -> the result
 
@@ -202,7 +202,7 @@ class Meter(DispatchMode):
     Attributes:
         works: the Work of each unit call.
         plain: the Work of each unit call without recomputation.
-        tail: a Work with the memory of the glue after the last call, including the loss, and no flops.
+        tail: a Work without flops for the tensors of the glue after the last call, including the loss.
         same: for each result that shares memory with an argument, the key of the argument in `Work.kept`.
     """
 
@@ -297,8 +297,8 @@ class Meter(DispatchMode):
     def _unpack(self, entry: _Kept) -> Tensor:
         if not self.is_differentiating:
             raise TraceError(
-                "the model runs a backward pass inside its forward, so pipeshard cannot estimate the memory of the "
-                "model"
+                "the model runs a backward pass inside its forward, so the planner cannot estimate the model's memory: "
+                "choose the schedule and the partition yourself, without schedule='auto' and partition='profile'"
             )
         return entry.tensor
 

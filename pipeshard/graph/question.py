@@ -127,7 +127,7 @@ class Recipes:
         the values of `real`."""
         self.device, self.real = device, real
         self.questions: list[Question] = []
-        self.is_unasked = False  # whether glue has read a number from a tensor without a question
+        self.is_unasked = False  # whether glue has read a number of unknown origin
         self._sizes = {} if batch is None or real is None else _products(batch, real)
         self._tensors = [] if batch is None else [(path, tensor, tensor._version) for path, tensor in batch.all_tensors]
         leaves = {} if batch is None else batch.tensors
@@ -150,7 +150,7 @@ class Recipes:
             self._made[output] = output._version
 
     def note_read(self, tensors: Sequence[Tensor]) -> None:
-        """Record that glue has read a number from these tensors without a question."""
+        """Record that glue has read a number that was computed from these tensors, without a question."""
         self.is_unasked |= not all(map(self._is_made, tensors))
 
     def _is_made(self, tensor: Tensor) -> bool:

@@ -136,7 +136,7 @@ class Axes:
             return None
         deltas = []
         for group, size in zip(self.groups, self.sizes, strict=True):
-            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # all in lists
+            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # only lists count samples
             if len(now) != 1:
                 return None
             deltas.append(now.pop() - size)

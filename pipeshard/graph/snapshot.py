@@ -264,7 +264,7 @@ MOST_STATES = 16  # the maximum number of states that are recognized
 
 
 class Looks:
-    """Counts looks at something (`number`), and keeps the numbers of the latest looks that found something `new`."""
+    """Counts looks at something: `number` looks so far, of which the looks `new` are the latest with a new result."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -275,13 +275,13 @@ class Looks:
 
     @property
     def is_restless(self) -> bool:
-        """Whether the last look, and more than half of the latest looks, found something new."""
+        """Whether the last look, and at least half of the latest looks, found something new."""
         new, most = self.new, self.new.maxlen or 0
         return len(new) == most and new[-1] == self.number and new[-1] - new[0] < 2 * most
 
 
 class Flags:
-    """Numbers the states of a model's Python objects, or of another object (`beside`), such as a criterion.
+    """Assigns a number to each state of a model's Python objects, or of another object (`beside`), such as a criterion.
 
     Changes by the forwards themselves (to counters, caches, lists that they fill) do not count: `stepped` finds such
     changes by comparing the state before and after a step. For another object, changed values of tensors (except
@@ -315,7 +315,7 @@ class Flags:
         return not any(True for _ in (state.changes() if self.without else flagged(state)))
 
     def newest_change(self) -> Path:
-        """The place of a change since the newest state but one, or () if there is none, for example if only
+        """The place of a change since the second newest state, or () if there is none, for example if only
         `requires_grad` has changed."""
         changes = self._changes(self.next - 2) if self.next - 2 in self.states else ()
         return next((change.path for change in changes if (id(change.holder), change.key) not in self.moved), ())

@@ -60,7 +60,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """State that glue keeps from an earlier forward, in the place `name`."""
+    """State of an earlier forward, in the place `name`."""
 
     name: str
 
@@ -289,7 +289,7 @@ class Taint(DispatchMode):
             self.read_shape(result)
 
     def read_values(self, tensor: Tensor, is_by_address: bool = False) -> None:
-        """Record that Python code reads a tensor's values (or `is_by_address`) other than through a Question."""
+        """Record that Python code reads a tensor's values, or (`is_by_address`) its address, without a Question."""
         tags = self.of([tensor])
         self.decide(tags)
         self.read_shape([tensor])
@@ -390,7 +390,7 @@ class Lone(DispatchMode):
 
 
 def _is_of_world(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a collective waits for all ranks. False if there is only one rank."""
+    """Whether a collective involves all ranks. False if there is only one rank."""
     if dist.get_world_size() == 1:
         return False
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs

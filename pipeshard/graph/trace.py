@@ -58,9 +58,10 @@ def trace(
     this rank, or are zeros if there are none. Without `grad`, the glue runs as under no_grad, and no result requires
     grad. `draw` seeds the random numbers of the glue, as described for Tracer.
 
-    Raises TraceError if the forward or the criterion fails (the error names the unit, or the last unit before the
-    error), PartitionError for a name in `cuts` that is not a module inside the model, and BatchError if the labels in a
-    tuple are passed to the model as another argument.
+    Raises TraceError if the forward or the criterion fails (the error names the unit, the last unit before the error,
+    or the criterion), ConfigurationError if the criterion trains tensors outside the model, PartitionError for a name
+    in `cuts` that is not a module inside the model, and BatchError if the labels in a tuple are passed to the model as
+    another argument.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)

@@ -1,6 +1,6 @@
 """Tracer: runs a model's glue with placeholders for its units, and tracks the dependencies between values.
 
-torch.fx and torch.export need a graph of the whole model. Much of transformers' code has none, because it reads values
+torch.fx and torch.export need a graph of the whole model. Much of transformers' code has no such graph: it reads values
 in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units. So the model's
 own forward runs on a batch, each unit call returns zeros with the shapes of its kind's results, and a Taint propagates
 dependencies on these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
@@ -54,7 +54,7 @@ class Tracer:
         reset: called before every run.
         listen: called with (call number, False) before each unit call, with (call number, True) after it, and with
             (None, False) at the end of the forward.
-        kept: for each place of glue, by name, the tensors that an earlier forward left there.
+        kept: for each place, by name, the tensors that an earlier forward left there.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Tracer:
             self._refuse_foreign(loss)
             if self.meter:
                 self.meter.loss = loss
-            self.python_random |= python_state() != state  # also in a visit of a kind
+            self.python_random |= python_state() != state  # a visit may use them, too
         return self._dataflow(output, loss, batch, sealed, of_forward)
 
     def _mark_inputs(self, batch: Batch) -> None:
@@ -240,7 +240,7 @@ class Tracer:
         self.seed = torch.initial_seed()
         reads = self._use(leaves, kind.met)
         for position in kind.written:
-            taint.write(leaves[position], frozenset({Hidden(index)}))  # later reads see the change
+            taint.write(leaves[position], frozenset({Hidden(index)}))  # later reads depend on this call
         self.calls.append(
             Call(
                 unit=unit,
@@ -348,7 +348,7 @@ class Reading(TorchFunctionMode):
             nested = [item for item in items if isinstance(item, list | tuple)]
             self.taint.decide(self.taint.of(tensors_in(nested)), shaping=True)
         elif self.taint.inside is not None and casting() and any(t.is_meta for t in tensors_in(args)):
-            raise RuntimeError("on meta, torch.autocast casts nothing")
+            raise RuntimeError("torch.autocast does not cast meta tensors")
         classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
         self.taint.is_checking = classes > (0,)  # otherwise, values determine num_classes
         try:

@@ -200,7 +200,7 @@ def _grows(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 
 def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
-    # Two equal numbers may be one object, so a number is left as a value.
+    # Equal numbers may be one object, so a number stays a value and does not become an OldEntry.
     before = {id(entry): k for k, entry in enumerate(change.before) if not is_comparable(entry)}
     return [OldEntry(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
 

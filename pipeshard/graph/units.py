@@ -270,8 +270,8 @@ def _recomputed(module: nn.Module, forward: Callable[..., Any], checkpoint: Call
 
 @contextmanager
 def unrecomputed(module: nn.Module, chosen: Callable[[nn.Module], bool] = recomputes) -> Iterator[None]:
-    """Context manager in which no module inside `module` for which `chosen` is true recomputes its activations. Only
-    flags of modules change, so a boosted model has the same state whenever the context is entered again."""
+    """Context manager that turns off the recomputation of activations in those modules inside `module` for which
+    `chosen` is true. Only flags of modules change, so a boosted model has the same state in each such context."""
     with ExitStack() as stack:
         for each in filter(chosen, module.modules()):
             stack.enter_context(replaced(each, gradient_checkpointing=False))
@@ -338,7 +338,7 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
 
 
 class Sliced:
-    """The forward of a module whose parameters are sharded across tensor-parallel ranks. It is `sliced`, or in a trace
+    """The forward of a module whose parameters are sharded across tensor-parallel ranks. Calls `sliced`, or in a trace
     (`unsliced`) the original forward `plain`."""
 
     tracing = False

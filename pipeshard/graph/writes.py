@@ -42,13 +42,13 @@ class Noted(NamedTuple):
 
 
 def count_reads(tensor: Tensor) -> int:
-    """Count the uses of this tensor's `data` from now on. Returns the number of uses since the first such call."""
+    """Count the uses of this tensor's `data`, if they are not counted yet. Returns the number of uses so far."""
     number: int = vars(tensor).setdefault(READS, 0)
     return number
 
 
 def reads(tensor: Tensor) -> int:
-    """The number of uses since `count_reads`."""
+    """The number of uses of this tensor's `data` since the first `count_reads`."""
     number: int = vars(tensor).get(READS, 0)
     return number
 
@@ -92,7 +92,7 @@ class CountedData:
     """The descriptor that replaces `Tensor.data` while a boosted model is alive."""
 
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
-        if tensor is None:  # torch passes methods of this attribute to a __torch_function__, which may compare them
+        if tensor is None:  # on the class: a __torch_function__ may compare its `func` with Tensor.data.__get__
             return DATA
         _count(tensor)
         return DATA.__get__(tensor)
