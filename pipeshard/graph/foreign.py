@@ -1,4 +1,4 @@
-"""Foreign parameters: trainable tensors that a loss depends on, but that do not belong to the model.
+"""Foreign parameters: trainable tensors that a loss depends on, but that are not parameters of the model.
 
 The foreign parameters of a criterion are found in the autograd graph of the loss, so they may be stored in a module, a
 closure, a global, a list or a bound method. Foreign parameters in the model's own code are found when they receive a

@@ -256,8 +256,8 @@ class Kinds:
             except Exception as error:  # of any type: raised by the model's code
                 raise TraceError(
                     f"unit {call.unit} ({type(call.module).__name__}) failed in the trace: {summary(error)} (the first "
-                    f"attempt, on the meta device, failed with: {summary(on_meta)}). The unit's inputs were "
-                    f"{[describe(leaf) for leaf in call.leaves]}"
+                    f"attempt, on the meta device, failed with: {summary(on_meta)}). The unit's inputs (for tensors: "
+                    f"shape, dtype, requires_grad) were {[describe(leaf) for leaf in call.leaves]}"
                 ) from error
 
     def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> Kind:

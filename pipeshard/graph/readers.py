@@ -40,7 +40,7 @@ class Readers:
         return replaced(self, in_glue=False)
 
     def note_call(self, index: int, kind: Kind, settings: Settings) -> None:
-        """Record the attributes of modules outside the unit that call `index` reads. `settings` are the unit's own."""
+        """Record the attributes of modules outside the unit that call `index` reads. The unit has `settings`."""
         modules = settings.modules if kind.reads_outside else {}
         addresses = {path: address for address, (_, path) in modules.items()}
         for path, name in kind.reads_outside:

@@ -264,7 +264,7 @@ MOST_STATES = 16  # the maximum number of states that are recognized
 
 
 class Looks:
-    """Counts looks at something: `number` looks so far, of which the looks `new` are the latest with a new result."""
+    """Counts looks at something. `number` is the number of looks, `new` the numbers of the latest with a new result."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -28,7 +28,7 @@ from pipeshard.hf import BOUNDARIES, is_encoder_decoder
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
-FAR_LENGTHS = (1001, 29)  # increases in length for the last check, which uses the first one with which the model runs
+FAR_LENGTHS = (1001, 29)  # increases in length for the last check, which uses the first one that the model accepts
 ROWS, LENGTH = 2, 8  # the least number of samples in a trace, and their maximum length (if the model runs with it)
 
 

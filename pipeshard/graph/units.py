@@ -64,7 +64,7 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
     if isinstance(value, Tensor) and value.shape[:1] != (rows,):
         raise TraceError(
             f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 does not count the {rows} "
-            "samples of the batch: call it where dimension 0 counts the samples, or as `(x,) = cut((x,))`"
+            "samples of the batch: call the CutPoint where it does, or on a tuple: `(x,) = cut((x,))`"
         )
 
 
