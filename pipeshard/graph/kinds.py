@@ -3,7 +3,7 @@
 Most layers of a model behave the same for inputs of the same shape. One call of each kind is visited: its forward runs
 on meta, where torch propagates shapes. The visit also finds the values that the forward writes to Python objects, and
 the results that are inputs or share memory with inputs. Another call is of the same kind if everything that the visited
-call has read is equal for both calls.
+call has read, except values of tensors, is equal for both calls.
 """
 
 import contextlib

@@ -140,8 +140,8 @@ class Work:
     that autograd saves for the backward, except parameters and leaves of the batch. The key of a tensor is the `Value`
     of a unit's result, or another key that is the same for all calls that save the tensor. A call's intermediate
     tensors share one key. `temporary` is the peak of the bytes that the backward allocates, including the gradients of
-    the results, minus the bytes of `kept` that the backward has freed. `waiting` is the bytes that W needs after its B:
-    the inputs of matrix products with trained parameters, and the gradients of these products.
+    the results, minus the bytes of `kept` that the backward has freed. `waiting` is the number of bytes that W needs
+    after its B: the inputs of matrix products with trained parameters, and the gradients of these products.
     """
 
     flops: int
@@ -172,7 +172,7 @@ class Visit:
     positions of saved inputs and results. `passed` maps each result that shares memory with an input to this input.
     `given` maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters.
     `factors` maps the storages of the inputs of matrix products with `trained` parameters to their bytes, and
-    `gradients` is the bytes of the gradients of these products. If the unit recomputes its activations, `plain` is a
+    `gradients` has the bytes of the gradients of these products. If the unit recomputes its activations, `plain` is a
     visit without recomputation, in which `own` includes the saved results.
     """
 

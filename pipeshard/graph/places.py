@@ -78,7 +78,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def format_path(path: Path) -> str:
-    """A path in Python syntax."""
+    """A path as text, such as `layers.0.cache['key']`."""
     text, before = "", None
     for how, key in path:
         if how == "item" and before not in REGISTERED:

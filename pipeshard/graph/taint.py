@@ -326,7 +326,7 @@ class Taint(DispatchMode):
             self.inside = None
 
     def hook(self, tensor: Tensor) -> None:
-        """Record that glue observes the gradient of a tensor that is computed from unit results."""
+        """Record that glue observes the gradient of a tensor, if the tensor is computed from unit results."""
         if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
             self._add(tensor, frozenset({Hooked(len(self.hooks))}))
             self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), _where()))

@@ -32,8 +32,8 @@ class CutPoint(nn.Module):
     samples, or a tuple, list or dict that contains tensors. Other values that are used on both sides of a cut (skip
     connections, numbers, masks) need no CutPoint: the trace finds them.
 
-    Raises UsageError for a value without a tensor. boost raises TraceError for a CutPoint that is not a registered
-    module of the model.
+    Raises UsageError for a value without a tensor. boost raises TraceError for such a value, and for a CutPoint that is
+    not a registered module of the model.
     """
 
     def forward(self, value: T) -> T:
@@ -64,7 +64,7 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
     if isinstance(value, Tensor) and value.shape[:1] != (rows,):
         raise TraceError(
             f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 does not count the {rows} "
-            "samples of the batch: call the CutPoint where it does, or on a tuple: `(x,) = cut((x,))`"
+            "samples of the batch: call the CutPoint where dimension 0 counts the samples, or use `(x,) = cut((x,))`"
         )
 
 
