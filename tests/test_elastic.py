@@ -405,7 +405,7 @@ def test_a_job_that_could_not_save_ends_before_its_second_step(pool: Pool, tmp_p
         "this GPT2LMHeadModel was not boosted",
         "the directory of the PreemptibleJob differs between ranks: .*at-0 on rank 0.*, but .*at-1 on rank 1",
         "step_done was called before resume: call job.resume",
-        "the state of this LambdaLR cannot be saved .*set is not a type of plain values",
+        "the state of this LambdaLR cannot be saved .*a value of type set cannot be saved",
         "the optimizer's state has the key -1, which is not a parameter",
     ]
     assert_told_alike(pool.run(unsavable, 2, tmp_path), expected)

@@ -20,8 +20,8 @@ FOR_CRITERION = "criterion."  # prefix of inputs that only the criterion receive
 
 
 class Span(NamedTuple):
-    """A range of a batch's positions: the first position, the number of positions, and their `total` number in the
-    batch."""
+    """A range of positions (of tokens) in a batch: the first position, the number of positions in the range, and the
+    `total` number in the batch."""
 
     start: int
     length: int
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The part of a batch that a microbatch contains: indices of samples and, by path, positions of leaves."""
+    """The part of a batch that a microbatch contains: the indices of its samples and, by path, each leaf's Span."""
 
     rows: tuple[int, ...]
     spans: Mapping[str, Span]
@@ -41,13 +41,13 @@ class Batch:
 
     `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones,
     anything else as a single argument. `rows` is the number of samples. `row_dims[k]` is the dimension of leaf k that
-    counts the samples (for a list or array with one entry per sample: 0), or None for a leaf that every microbatch
-    receives in full (a scalar, a (1, 1, s, s) mask, a string, ...). In some leaves, dimension 0 (or the last dimension)
-    counts something other than samples. `owners` maps the path of such a leaf to the number of entries of each sample,
-    or to () if unknown. The model is called with the first `taken` positional entries (None: all). A criterion receives
-    all entries. The leaves at the paths `exact` keep their precision if the model is cast to 16 bits. `entry` names the
-    module that is called with the batch, or "" for the model itself. For a microbatch, `place` is its part of the
-    batch, unless the microbatch has consecutive samples with all their positions.
+    counts the samples (for a list or array with one entry per sample: 0), or None. In some leaves with None, dimension
+    0 (or the last dimension) counts entries such as images: `owners` maps the path of such a leaf to the number of
+    entries of each sample, or to () if unknown. Every microbatch receives all other leaves with None in full (a scalar,
+    a (1, 1, s, s) mask, a string, ...). The model is called with the first `taken` positional entries (None: all). A
+    criterion receives all entries. The leaves at the paths `exact` keep their precision if the model is cast to 16
+    bits. `entry` names the module that is called with the batch, or "" for the model itself. `place` is the part of the
+    batch that a microbatch contains, or None if this part is consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -69,11 +69,12 @@ class Batch:
         declared: BatchDims | None = None,
         lists: dict[str, bool] | None = None,
     ) -> Self:
-        """Create a Batch from the result of a dataloader. `main_input` names the tensor whose dimension 0 counts the
-        samples; `declared` has the batch dimensions that the user has declared, by path. `lists` records by path which
-        lists of tensors have one entry per sample, if known, and is updated.
+        """Create a Batch from the result of a dataloader. `main_input` names the leaf whose dimension 0 (or declared
+        dimension) counts the samples; `declared` has the batch dimensions that the user has declared, by path. `lists`
+        records by path which lists of tensors have one entry per sample, if known, and is updated.
 
-        Raises BatchError if the batch has no tensor, or if a declared dimension does not count the samples.
+        Raises BatchError if the batch has no tensor or no sample, if it has a nested tensor or an ambiguous list, or if
+        a declared dimension does not count the samples.
         """
         declared = declared or {}
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
@@ -117,7 +118,7 @@ class Batch:
 
     @property
     def parted(self) -> frozenset[str]:
-        """The paths of the leaves of which each microbatch has its own part."""
+        """The paths of the leaves that are split into one part per microbatch."""
         pairs = zip(self.paths, self.row_dims, strict=True)
         return frozenset(path for path, dim in pairs if dim is not None) | self.owners.keys()
 
@@ -147,7 +148,7 @@ class Batch:
         return data[0] if isinstance(data, tuple) and len(data) == 1 else data
 
     def map(self, fn: Callable[[str, Tensor, int | None], Tensor | None]) -> Self:
-        """A batch with each tensor replaced by fn(path, tensor, row dimension)."""
+        """This batch with each tensor leaf replaced by fn(path, tensor, row dimension)."""
         leaves = tuple(
             fn(path, leaf, dim) if isinstance(leaf, Tensor) else leaf
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
@@ -232,7 +233,7 @@ class Batch:
         return self._pick(rows, view)
 
     def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, Sequence[int]], Tensor]) -> Self:
-        """A batch of these samples; `select(leaf, dimension, indices)` returns a tensor's entries at these indices."""
+        """A batch of these samples. `select(leaf, dimension, indices)` returns a tensor's entries at these indices."""
 
         def pick(path: str, leaf: Any, dim: int | None) -> Any:
             if is_entries(leaf, dim):
@@ -296,7 +297,8 @@ def _read_leaves(
 
 
 def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, known: Mapping[str, bool]) -> list[str]:
-    """The lists with one entry per sample, if all tensors of the batch are in lists. Empty if no list is certain.
+    """The lists with one entry per sample, if all tensors of the batch are in lists. If no list is certain, returns an
+    empty list, or raises BatchError (see `_refuse_unclear`).
 
     A list is certain if it is declared or known, if its entries are mappings and the tensors of the batch have
     different numbers of rows, or if its entries differ only in their number of rows, like boxes. If a list is certain,
@@ -326,7 +328,7 @@ def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
         raise BatchError(
             f"the batch contains only lists of {lengths.pop()} entries, {' and '.join(lists)}, and it is ambiguous "
             f"whether they have one entry per sample: pass batch_dims={dict.fromkeys(lists, 0)} if they do, or "
-            f"{dict.fromkeys(lists)} if not"
+            f"batch_dims={dict.fromkeys(lists)} if not"
         )
 
 
@@ -372,8 +374,8 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
     if with_samples or (type(entries) is tuple and len(set(shapes)) == 1):
         raise BatchError(
             f"the batch has {rows} samples and {path} is a {type(entries).__name__} of the same length, so it is "
-            f"ambiguous whether {path} has one entry per sample: pass batch_dims={{{path!r}: 0}} if so, or {{{path!r}: "
-            "None} if not"
+            f"ambiguous whether {path} has one entry per sample: pass batch_dims={{{path!r}: 0}} if so, or "
+            f"batch_dims={{{path!r}: None}} if not"
         )
     known[path] = True
     return True
@@ -385,10 +387,10 @@ def _count_rows(
     """The number of samples, and for each leaf the dimension that counts samples (None: every microbatch receives the
     full leaf).
 
-    In the main input, the first or the declared dimension counts the samples. In other tensors, the first dimension
-    counts the samples if it has the same size. Lists without tensors, and tuples with strings, have one entry per
-    sample if their length is the number of samples. Raises BatchError for a batch without a tensor or a sample, and for
-    a declared dimension of a different size.
+    In the main input, the first or the declared dimension counts the samples. In other tensors, the declared dimension
+    counts the samples, or the first one if its size is the number of samples (in (3, b, s) `position_ids`, the second).
+    Lists, arrays, and tuples with strings have one entry per sample if their length is the number of samples. Raises
+    BatchError for a batch without a tensor or a sample, and for a declared dimension of a different size.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}

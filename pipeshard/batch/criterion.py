@@ -75,8 +75,8 @@ def in_step(criterion: Criterion | None) -> Criterion | None:
 
 
 def takes_outputs_alone(criterion: Criterion) -> bool:
-    """Whether the criterion takes only the model's output, instead of (outputs, inputs). Raises ConfigurationError if
-    it takes neither."""
+    """Whether the criterion accepts only the model's output, instead of (outputs, inputs). Raises ConfigurationError if
+    it accepts neither."""
     try:
         signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
     except (TypeError, ValueError):  # it has no signature
@@ -106,8 +106,8 @@ def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The model's own loss: the entry `loss` of its output, or the first entry of a plain tuple or list `(loss, logits,
-    ...)`, if this entry is a floating-point tensor without dimensions."""
+    """The model's own loss: the first entry of a plain tuple or list `(loss, logits, ...)`, if it is a floating-point
+    tensor without dimensions; otherwise the tensor `loss` of the output, or None."""
     first = output[0] if type(output) in (tuple, list) and output else None
     if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
         return first
@@ -167,7 +167,7 @@ class _Made:
 
 
 def is_made_again(key: Hashable, before: Hashable) -> bool:
-    """Whether these keys are of two functions with the same code, or of two objects of one class."""
+    """Whether these are the keys of two functions with the same code, or of two objects of one class."""
     if isinstance(key, _Made) and isinstance(before, _Made):
         return key.code == before.code
     return type(_thing(key)) is type(_thing(before)) is not _Made

@@ -1,7 +1,7 @@
 """Grouping: the choice of samples with similar lengths for each microbatch, within a limit of padded tokens.
 
-In the fastest grouping of samples that are sorted by length, each group has consecutive samples. So dynamic programming
-finds this grouping (DynaPipe, Jiang et al. 2023, arXiv:2311.10418).
+Samples are sorted by length, and each group consists of consecutive samples. Dynamic programming finds the fastest such
+grouping (DynaPipe, Jiang et al. 2023, arXiv:2311.10418).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +30,10 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
     """The indices of each microbatch's samples, in ascending order. Groups are in the order of their samples' lengths.
 
     `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
-    number of samples in a group times the sum of its largest lengths is at most `limit`; each single sample must fit.
-    The result minimizes the sum of all groups' times plus `idle` times the longest time (for which other stages wait),
-    over all groupings into consecutive samples. At most LEVELS limits for the longest time are tried.
+    number of samples in a group times the sum of its largest lengths is at most `limit`, into which each single sample
+    must fit. The result minimizes the sum of all groups' times plus `idle` times the longest time (for which other
+    stages wait), over all groupings of the sorted samples into consecutive samples. At most LEVELS limits for the
+    longest time are tried.
     """
     order = sorted(range(len(lengths)), key=lambda k: (*lengths[k], k))
     costs = _costs([lengths[k] for k in order], limit, cost)

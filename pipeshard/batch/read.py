@@ -1,7 +1,7 @@
 """Read: the conversion of samples into a Batch, with the batch dimension of each leaf and the sample of each image.
 
-Processors concatenate the media of all samples. The first dimension of such a leaf counts images, or the patches of all
-images, and the leaf's shape does not show which entries belong to which sample. The entries are assigned to samples by
+Processors concatenate the media of all samples in one leaf. Its first dimension counts images, or the patches of all
+images, and its shape does not show which entries belong to which sample. The entries are assigned to samples by
 a leaf of counts (`num_local_patches`), or by each sample's number of placeholder tokens and the sizes of the images. If
 neither is possible, the batch cannot be split.
 
@@ -115,7 +115,8 @@ def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str
     """Raise BatchError if the last entry of a tuple seems to contain labels, but is passed to the model as an optional
     mask, positions or token types. `read` contains the paths of the leaves that the criterion reads.
 
-    A criterion may read a mask, so that integers are labels there only if some are neither 0 nor 1.
+    A criterion may also read a mask: the entry for an argument with a name that ends in `mask` contains labels only if
+    some values are neither 0 nor 1.
     """
     data, path = batch.data, batch.paths[-1]
     places = _positional(parameters_of_forward(model))
@@ -127,8 +128,8 @@ def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str
     if default is not inspect.Parameter.empty and (name in PER_TOKEN or name.endswith("mask")) and not is_mask:
         raise BatchError(
             f"{path}, the last entry of the batch, is passed to {type(model).__name__} as {name}, but the criterion "
-            f"reads it too: pass a dict, in which labels have the key '{FOR_CRITERION}labels' (only the criterion "
-            f"receives them), or, if the model takes this entry, the key is '{name}'"
+            f"reads it too: pass a dict. If this entry contains labels, use the key '{FOR_CRITERION}labels' (only the "
+            f"criterion receives it); if it is the model's {name}, use the key '{name}'"
         )
 
 
@@ -151,7 +152,7 @@ def _positional(parameters: Iterable[inspect.Parameter]) -> list[inspect.Paramet
 
 def _exact(model: nn.Module, batch: Batch, taken: int | None) -> frozenset[str]:
     """The paths of the leaves that keep their precision if the model is cast to 16 bits: targets and spacings, by their
-    own name or by the name of the model's positional argument, and what only the criterion receives."""
+    own name or by the name of the model's positional argument, and leaves that only the criterion receives."""
     prefixes = FOR_CRITERION, f"['{FOR_CRITERION}"
     exact = {path for path in batch.paths if _is_exact(path) or path.startswith(prefixes)}
     if batch.tree.kind is not dict:
@@ -251,7 +252,7 @@ LeafKind = tuple[str, int]  # a leaf's path and its number of dimensions
 
 
 class RowDims:
-    """Reads the batches of one model, and remembers the sizes of each leaf in earlier batches."""
+    """Reads the batches of one model, and compares the dimensions of each leaf with those in earlier batches."""
 
     def __init__(self, model: nn.Module, declared: BatchDims | None = None) -> None:
         self.model, self.declared = model, dict(declared or {})
@@ -262,7 +263,8 @@ class RowDims:
         self._other: dict[LeafKind, set[int]] = {}  # dimensions that did not count the samples in some batch
 
     def read(self, data: Any, is_cut: bool = True) -> Batch:
-        """Read a batch from a dataloader. A batch that is not split into microbatches may have ambiguous leaves.
+        """Read a batch from a dataloader. With `is_cut=False`, for a batch that is not split into microbatches, leaves
+        may be ambiguous.
 
         Raises BatchError for a batch that cannot be read.
         """
@@ -320,8 +322,8 @@ class RowDims:
     def _doubtful(self, path: str, leaf: Tensor, batch: Batch) -> int | None:
         """The dimension of an unsplit leaf that may count the samples, or None. This is the only dimension with the
         number of samples as its size or, if there is none, dimension 0 if its size is a multiple of this number.
-        A dimension is excluded if its size in an earlier batch was neither this number nor (for dimension 0) a multiple
-        of it."""
+        A dimension is excluded if its size in this or an earlier batch is neither that batch's number of samples nor
+        (for dimension 0) a multiple of it."""
         if batch.owners.get(path) and path != LABELS:  # labels: (s, b), or one row for each codebook
             return None
         several = leaf.ndim > 0 and len(leaf) % batch.rows == 0

@@ -72,10 +72,11 @@ def flatten(
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
     """The paths of the leaves of a dataloader's result, the leaves, and the Tree that reassembles the result.
 
-    An object that is not a mapping, tuple or list becomes a tuple of this object. A leaf is a tensor, a list or tuple
-    without tensors (of strings, of one number per sample), a list or tuple with tensors for which
-    `by_sample(path, list)` is true (one entry per sample), or any other object that is not a container. Dataclasses,
-    namespaces and objects with tensors as attributes are reassembled without calling `__init__` or `__post_init__`.
+    An object that is not a mapping, tuple or list becomes a tuple with this object as its only entry. A leaf is a
+    tensor, a list or tuple without tensors (of strings, of one number per sample), a list or tuple with tensors for
+    which `by_sample(path, list)` is true (one entry per sample), or any other object that is not a container.
+    Dataclasses, namespaces and objects with tensors as attributes are reassembled without calling `__init__` or
+    `__post_init__`.
 
     The path of a top-level entry or field is its name; deeper paths are Python expressions: ['inputs']['ids'],
     .inputs.ids.
@@ -127,7 +128,7 @@ def has_tensors(node: Any) -> bool:
 
 
 def is_entries(leaf: Any, dim: int | None = 0) -> bool:
-    """Whether a leaf that is not a tensor is a list, tuple or numpy array that may have one entry per sample."""
+    """Whether a leaf is a list, tuple or numpy array that may have one entry per sample (`dim` is not None)."""
     is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0
     return (is_array or type(leaf) in (list, tuple)) and dim is not None
 
@@ -150,7 +151,7 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
 
 
 def field_of(name: str) -> str:
-    """The field of a model's output to which the leaf of this name belongs, or "" if the output is not a mapping."""
+    """The field of a model's output that contains the leaf with this name, or "" if the output is not a mapping."""
     match = re.match(r"\['(.*?)'\]", name)
     return match[1] if match else ""
 

@@ -1,1 +1,1 @@
-"""Checkpoints: weights, adapters, optimizers and training states, which any number of stages reads and writes."""
+"""Checkpoints: weights, adapters, optimizers and training states, saved and loaded by any number of stages."""

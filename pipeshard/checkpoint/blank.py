@@ -1,4 +1,4 @@
-"""Blank: the model of a folder on meta, whose weights each stage loads after boost."""
+"""Blank: a checkpoint folder's model, built on meta without values. After the split, each stage loads its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ RESIZED_HEAD = (
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
-    """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained. The weights are
-    loaded after boost."""
+    """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained. Boost loads the
+    weights."""
     if gguf_file is not None and not (path / gguf_file).is_file():
         raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))

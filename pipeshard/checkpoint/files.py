@@ -22,19 +22,19 @@ from pipeshard.distributed.watching import named
 from pipeshard.errors import CheckpointError, PipeshardError, UsageError, of_all, summary
 from pipeshard.script import exit_now
 
-_unraised: list[Exception] = []  # of background saves that failed
+_unraised: list[Exception] = []  # errors of background saves that no later call has raised
 
 
-@atexit.register  # registered at import, so that it runs after the function that tells the other ranks of the exit
+@atexit.register  # registered at import: runs after the function that reports the exit to the other ranks
 def _exit() -> None:
-    """End the process with exit code 1 if the script's last save failed, whose error no later call can raise."""
+    """End the process with exit code 1 if a background save failed, and no later call has raised its error."""
     if _unraised:
         exit_now(1)
 
 
 @contextmanager
 def together(group: dist.ProcessGroup) -> Iterator[None]:
-    """Context manager that all ranks exit together: if one rank raises an error, every rank raises CheckpointError."""
+    """Context manager that all ranks of `group` exit together: if one rank fails, every rank raises CheckpointError."""
     failure: Exception | None = None
     try:
         yield
@@ -51,7 +51,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def refuse_differing_folders(what: str, folder: Path, group: dist.ProcessGroup) -> None:
-    """Raise UsageError, on every rank, if `folder`, which the user knows as `what`, differs between ranks."""
+    """Raise UsageError, on every rank, if `folder` differs between ranks. `what` names the folder in the message."""
     if apart := differing_folders(folder, group):
         raise UsageError(
             f"{what} differs between ranks: {apart}. Pass the same folder on every rank: if its path contains the "
@@ -61,7 +61,7 @@ def refuse_differing_folders(what: str, folder: Path, group: dist.ProcessGroup) 
 
 def differing_folders(folder: Path, group: dist.ProcessGroup) -> str:
     """The first two folders that differ between ranks, each with its rank, or "" if all ranks pass the same folder.
-    Folders of several machines are compared by name, since machines may mount a shared disk under different paths."""
+    Between machines, only the folders' names are compared, since a shared disk may be mounted under different paths."""
     return differing(folder.name, group) or differing(str(folder.resolve()), group, own_host())
 
 
@@ -90,23 +90,23 @@ def writes(path: Path) -> Iterator[None]:
             free = shutil.disk_usage(path.parent).free
             raise CheckpointError(
                 f"{path} cannot be written ({reason(error)}; {free / 1e6:,.0f} MB are free on this disk): free some "
-                "space, or save to another disk. Earlier checkpoints are unchanged"
+                "space, check the folder's permissions, or save to another disk. Earlier checkpoints are unchanged"
             ) from error
         raise CheckpointError(
             f"{path} cannot be written ({reason(error)}): check that its folder exists and is writable"
         ) from error
 
 
-ALL = "*"  # the pattern for a folder in which every file belongs to saves
+ALL = "*"  # the pattern `own` for a folder that contains only files of saves
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str = ALL) -> AbstractContextManager[Path]:
     """Context manager that yields an empty folder shared by all ranks. On exit, this folder replaces `target`.
 
-    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is the
-    same as in `make_way`. Files whose names match the pattern `own` belong to saves, so the previous save's files are
+    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is
+    passed to `make_way`. Files whose names match the pattern `own` belong to saves: those of the previous save are
     removed. Other entries of the previous folder are kept, unless the new folder has an entry of the same name. If
-    `target` is a link, the folder that it points to is replaced.
+    `target` is a link, the folder that the link points to is replaced.
     """
     target = _without_links(target)
     return _written_folder(
@@ -116,8 +116,8 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str 
 
 def make_way(target: Path, mark: str, own: str = ALL) -> None:
     """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, a
-    folder that cannot be renamed, or a non-empty folder without the file `mark`, which every saved folder contains (not
-    checked if `mark` is "")."""
+    folder that cannot be renamed (a mount point, the working folder or a parent of it), or a non-empty folder without
+    the file `mark`, which every saved folder contains. If `mark` is "", this file is not required."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
     is_mount = os.path.ismount(target)
@@ -125,7 +125,10 @@ def make_way(target: Path, mark: str, own: str = ALL) -> None:
         what = "a mount point" if is_mount else "the working folder, or contains it"
         raise CheckpointError(f"{target} is {what}, so a save cannot replace it: choose a new folder inside it")
     if mark and target.exists() and any(target.iterdir()) and not (target / mark).exists():
-        raise CheckpointError(f"{target} contains other files, which saving would delete: choose another folder")
+        raise CheckpointError(
+            f"{target} contains files, but no {mark}, so no save wrote this folder. Saving would delete the files: "
+            "choose another folder"
+        )
     restore(target, own)
 
 
@@ -141,8 +144,8 @@ def place(writing: Path, target: Path, own: str = ALL) -> None:
 
 
 def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[Path]:
-    """Context manager that yields an empty folder shared by all ranks. The first rank writes a file named `target.name`
-    into this folder. On exit, the file replaces `target`."""
+    """Context manager that yields an empty folder shared by all ranks. The first rank must write a file named
+    `target.name` into this folder. On exit, the file replaces `target`."""
 
     def prepare() -> None:
         if target.is_dir():
@@ -156,7 +159,7 @@ def _written_folder(
     target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
 ) -> Iterator[Path]:
     """Context manager that yields a hidden folder next to `target`. The first rank calls `prepare` on entry, and calls
-    `place` with the folder when all ranks have written to it."""
+    `place` with the folder when all ranks have left the block."""
     writing = hidden(target, "writing")
     first = group.rank() == 0
     try:
@@ -233,7 +236,7 @@ def hidden(target: Path, what: str) -> Path:
 
 
 logger = logging.getLogger("pipeshard")
-# in seconds: the interval between a background save's heartbeats, and the silence after which the save counts as killed
+# in seconds: the interval between a background save's heartbeats, and the silence after which it counts as killed
 BEAT, SILENT = 1.0, 8.0
 
 
@@ -291,12 +294,12 @@ class Save(ABC):
             if self.stage == 0:
                 self._await_others()
                 self.commit()
-        except Exception as error:  # would be lost with the thread; the next save raises it
+        except Exception as error:  # the thread would discard the error; the next save raises it
             self.failed = error
             _unraised.append(error)
             logger.error("saving %s failed on stage %d: %s", self.target, self.stage, error)
             self.abandon()
-            with contextlib.suppress(OSError):  # the first stage has removed the folder of its file
+            with contextlib.suppress(OSError):  # the first stage may have removed the status file's folder
                 self._status(self.stage).write_text("failed")
 
     @contextmanager
@@ -323,7 +326,7 @@ class Save(ABC):
         others = range(1, self.stages)
         for stage in others:  # NFS may remember that a file did not exist, but reads an existing file again
             self._status(stage).touch()
-        heard = {stage: ("", time.monotonic()) for stage in others}  # the last text, and its time
+        heard = {stage: ("", time.monotonic()) for stage in others}  # the last status, and the time of its change
         while heard:
             for stage, (before, _) in heard.items():
                 with contextlib.suppress(OSError):

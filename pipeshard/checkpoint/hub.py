@@ -1,4 +1,4 @@
-"""Hub: the folder of a model in this machine's cache of the Hugging Face Hub."""
+"""Hub: the folder of a model in this machine's Hugging Face Hub cache."""
 
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,10 +11,11 @@ from pipeshard.errors import CheckpointError, ConfigurationError
 
 
 def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> Path:
-    """`path` if it is a folder, otherwise the cached folder of the model with this name on the Hub; or the `subfolder`
-    of this folder. The options of `from_pretrained` that select the folder are removed from `options`.
+    """Return `path` if it is a folder, otherwise the cached folder of the Hub model with this name. If `options` has a
+    `subfolder`, return this subfolder of the folder. Options that select the folder are removed from `options`.
 
-    Raises CheckpointError if the model's weights are not in the cache, ConfigurationError for options of a download.
+    Raises CheckpointError if the model's weights are not in the cache, and ConfigurationError for `force_download` and
+    `code_revision`, which only affect a download.
     """
     for name in ("force_download", "code_revision"):
         if options.pop(name, None):
@@ -41,10 +42,10 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
 
 
 def cached_folder(name: str, gguf_file: str | None = None, inner: str = "", **on_hub: Any) -> Path | None:
-    """The cached folder of a Hub model, or its subfolder `inner`; None if it lacks weights. `on_hub` may have the
-    `revision` and the `cache_dir`.
+    """The cached folder of a Hub model, or the subfolder `inner` of this folder; None if the cache lacks any of the
+    weights. `on_hub` may contain the `revision` and the `cache_dir`.
 
-    Programs may have loaded only parts of a model into the cache: a tokenizer, or only the files that match a pattern.
+    Programs may have downloaded only part of a model: a tokenizer, or only the files that match a pattern.
     """
     for file in FILES if gguf_file is None else [gguf_file]:
         found = try_to_load_from_cache(name, str(PurePosixPath(inner, file)), **on_hub)
@@ -59,7 +60,7 @@ def cached_folder(name: str, gguf_file: str | None = None, inner: str = "", **on
 
 
 def hub_name(folder: str) -> str:
-    """The name on the Hub of the model whose folder in a cache of the Hub this is. Returns other paths unchanged."""
+    """The Hub name of a model, given its folder in a Hub cache. Returns other paths unchanged."""
     kind, *name = (Path(folder).parts[-3:-2] or ("",))[0].split(constants.REPO_ID_SEPARATOR)
     is_cached = kind == "models" and name and Path(folder).parent.name == "snapshots"
     return "/".join(name) if is_cached else folder

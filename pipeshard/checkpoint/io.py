@@ -1,4 +1,4 @@
-"""Checkpoint IO: each stage's own part of a plain Hugging Face checkpoint, saved and loaded."""
+"""Checkpoint IO: save and load plain Hugging Face checkpoints. Each stage writes and reads its own tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -63,7 +63,7 @@ class PipelineCheckpointIO:
         The folder contains safetensors shards of at most `size_per_shard` MB, their index and the configs.
         `AutoModel.from_pretrained(checkpoint)` loads the folder. A file has the format of `torch.save` if its name ends
         in .pt, .pth or .bin, otherwise safetensors. (`use_safetensors=False`, Booster's default, has no effect.)
-        Safetensors files contain each tied tensor once.
+        In safetensors, a tensor to which the architecture ties several names is stored once.
 
         With `use_async=True`, a copy of the weights is written while training continues. The next save waits for this
         write, and raises an error if the write failed. At exit, the process also waits for the write, and its exit
@@ -101,8 +101,9 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """Like `save_model` with `shard=True`, but also saves models with adapters (merged only with `merge`) or
-        quantized weights (omitted). `load_model` reads the folder."""
+        """Like `save_model` with `shard=True`, but also accepts a model with adapters, which are merged only with
+        `merge`, and a model with quantized weights, which are omitted. Without `merge`, `load_model` can load the
+        folder into the same model."""
         boosted = boosted_model(model)
         self._save(
             boosted,
@@ -119,8 +120,8 @@ class PipelineCheckpointIO:
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
 
     def start(self, save: Save) -> None:
-        """Start this rank's background save. Ranks without a save only set `saving`, so that they also take part in
-        `wait`."""
+        """Start this rank's background save. (`_save` sets only `saving` on ranks that do not write, so that these
+        ranks also take part in `wait`.)"""
         self.pending, self.saving = save, True
         save.start()
 
@@ -220,7 +221,7 @@ class PipelineCheckpointIO:
         use_async: bool = False,
     ) -> None:
         """Write the optimizer's state to the file `checkpoint` or, with `shard=True`, one part per rank to the folder
-        `checkpoint`."""
+        `checkpoint`. `size_per_shard` and `use_async` have no effect."""
         _refuse_prefix(prefix)
         self.wait()  # the model may be written to the same folder
         save_optimizer(optimizer, checkpoint, shard=shard)
@@ -244,15 +245,15 @@ def refuse_packed(model: nn.Module) -> None:
 
 
 def refuse_unwrapped_adapters(model: nn.Module) -> None:
-    """Raise CheckpointError for a transformers model whose adapters are not those of a PeftModel: `from_pretrained`
-    would initialize their layers randomly, since a folder of its tensors contains neither their names nor a peft
-    config."""
+    """Raise CheckpointError for a transformers model that has adapters, but is not a PeftModel. In a folder of the
+    model's tensors, the adapted layers would have peft's inner names, and there would be no peft config, so
+    `from_pretrained` would initialize these layers randomly."""
     if isinstance(model, PreTrainedModel) and has_adapters(model):
         raise CheckpointError(
             f"this {type(model).__name__} has adapters without a PeftModel (from model.add_adapter, or a folder of "
             "adapters that from_pretrained loaded), which stages cannot save. Before boost, add them with "
             "booster.enable_lora(model, lora_config=...), or load them with booster.enable_lora(base, "
-            "pretrained_dir=...). To save those of this model, call pipeshard.to_sequential(model, rank=0) on every "
+            "pretrained_dir=...). To save this model's adapters, call pipeshard.to_sequential(model, rank=0) on every "
             "rank, and then save_pretrained on the model that it returns on rank 0"
         )
 
@@ -265,7 +266,7 @@ def _refuse_prefix(prefix: str | None) -> None:
 
 
 def boosted_model(model: nn.Module) -> PipelineModel:
-    """`model`, if `booster.boost` returned it. Otherwise, raises CheckpointError."""
+    """Return `model` if `booster.boost` returned it, otherwise raise CheckpointError."""
     if not isinstance(model, PipelineModel):
         raise CheckpointError(
             f"this {type(model).__name__} was not boosted: pass the model that booster.boost(...) returned"

@@ -38,7 +38,7 @@ logger = logging.getLogger("pipeshard")
 SHOWN = 8  # the maximum number of names in a warning
 COMPARED = 2**22  # the number of elements that are compared at a time
 RESIZED = (
-    " (no stage has values for new tokens: load the model with its weights, call resize_token_embeddings on it, save "
+    " (pipeshard does not resize embeddings: load the model with its weights, call resize_token_embeddings on it, save "
     "it with save_pretrained, and pass the new folder)"
 )
 
@@ -106,7 +106,7 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     omits are also omitted."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in state.items() if name not in ignored}
-    if not isinstance(model, PreTrainedModel):  # a PeftModel passes on the renamings of its base model
+    if not isinstance(model, PreTrainedModel):  # e.g. a PeftModel, whose base model's renamings do not apply
         return kept
     if core_model_loading is None:
         names = {
@@ -126,7 +126,7 @@ def _input_embedding(model: nn.Module) -> str | None:
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
-    """The key renamings (pattern, replacement) of transformers 4 for some classes; empty with transformers 5."""
+    """The key renamings (pattern, replacement) that transformers 4 has for some classes; empty with transformers 5."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
     return mapping.items() if core_model_loading is None else ()
 
@@ -153,8 +153,8 @@ def _renamed(
 
 
 def _natural(key: str) -> list[tuple[bool, str, int]]:
-    """A key to sort by, in which numbers at the end of a part count as numbers: `shard_2` before `shard_10`. The order
-    is that of transformers, since transformations depend on it."""
+    """A sort key that compares the digits at the end of each dotted part as a number: `shard_2` is before `shard_10`.
+    This is transformers' order, on which transformations depend."""
     parts = [(part.rstrip("0123456789"), part) for part in key.split(".")]
     return [(text != "", text, int(part[len(text) :] or -1)) for text, part in parts]
 
@@ -214,7 +214,7 @@ class _Plan:
         kept: the weights whose fp32 master weights were kept because these round to the checkpoint's values.
         is_other: whether fp32 master weights in `updated` that do not round to the checkpoint's values were replaced.
         missing: the first names of the tensors that the checkpoint lacks.
-        optional: the names in `missing` that the class lists in `_keys_to_ignore_on_load_missing`.
+        optional: the names in `missing` that match a pattern in the class's `_keys_to_ignore_on_load_missing`.
         required: the names in `missing` that are not optional, or that have no values yet.
         extra: the tensors that modules return from `get_extra_state`, by full name.
     """
@@ -322,8 +322,8 @@ class _Plan:
             raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
 
     def refuse_untied(self) -> None:
-        """Raise CheckpointError if the checkpoint has two different values for a tied tensor of this stage, which
-        transformers would not tie."""
+        """Raise CheckpointError if the checkpoint has two different values for a tensor of this stage that the
+        architecture ties. (transformers would then leave the two names untied.)"""
         for first, *pieces in self.doubled:
             if self.targets[first].keys() & self.holdings.held.keys():
                 one, other = (self._stored(piece, first) for piece in pieces)
@@ -366,13 +366,14 @@ class _Plan:
                     trim()  # returns the memory of the quantization's temporary tensors
 
     def _is_packed_in_rows(self, piece: Piece, of_names: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether a piece is a weight that is quantized without a conversion, so that its rows can be read in parts."""
+        """Whether a piece needs no conversion, and is quantized when it is loaded, so that its rows can be read in
+        parts."""
         full = {full for tensors in of_names.values() for full in tensors}
         return piece.transform is None and full <= self.packed.keys() - self.scales.keys()
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """Keep the fp32 master weights only if all of them round to the checkpoint's values. Otherwise, the checkpoint
-        belongs to another model. Call it on all ranks."""
+        """Keep the fp32 master weights only if those of all ranks round to the checkpoint's values. Otherwise, the
+        checkpoint belongs to another model: round the master weights that were kept. Call it on all ranks."""
         if any(gather_objects(self.is_other, group)):
             for weight in self.kept:
                 weight.round()
@@ -438,7 +439,7 @@ def _is_equal(one: Tensor | StoredRows, other: Tensor | StoredRows) -> bool:
 
 
 def _draw(boosted: PipelineModel, plan: _Plan) -> None:
-    """Initialize the weights that the checkpoint lacks, and warn about missing and unused names."""
+    """Initialize the weights without values that the checkpoint lacks, and warn about missing and unused names."""
     pipeline, model = boosted.pipeline, boosted.unwrap()
     lost = [name for name in plan.missing if pipeline.blank.intersection(plan.targets[name])]
     pipeline.draw([full for name in lost for full in plan.targets[name]])

@@ -40,12 +40,13 @@ def enable_lora(
     training. Call it before `model` is boosted.
 
     New adapters are initialized with torch's generator, whose seed must be the same on every rank. If the model is on
-    meta (`PipelinePlugin.from_pretrained`), the adapters receive the same values as on a loaded model: each stage
-    computes adapters that depend on weights (DoRA, PiSSA, OLoRA) after it has loaded these weights.
+    meta (`PipelinePlugin.from_pretrained`), the adapters are initialized to the same values as for a loaded model: each
+    stage computes adapters that depend on weights (DoRA, PiSSA, OLoRA) after it has loaded these weights.
 
     Raises UsageError if the model is boosted or has adapters. Raises ConfigurationError for `bnb_quantization_config`,
-    and for a `lora_config` or saved adapters that this model, or a model on meta, does not support. Raises
-    CheckpointError for a folder that does not fit the model.
+    and for a `lora_config` or saved adapters that this model, or any model on meta, does not support. Raises
+    CheckpointError if `pretrained_dir` does not fit the model, or if a model on meta comes from another folder that
+    contains adapters.
     """
     from peft import get_peft_model
 
@@ -106,8 +107,9 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     at a time, and writes them in the safetensors format. If a save is interrupted, the previous files remain. Other
     files in the folder, such as a tokenizer, are kept.
 
-    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, or if `checkpoint` is a file. Warns
-    if the folder has other weights than the adapters' base.
+    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, if `checkpoint` is a file, or if peft
+    computes saved tensors from tensors that the first rank does not hold. Warns if the folder contains weights, but is
+    not the folder of the adapters' base model.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
@@ -137,29 +139,29 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
 
 
 def warn_of_other_weights(model: PipelineModel, folder: Path) -> None:
-    """Warn if `folder` has the weights of a model that is not the base of the adapters of `model`: transformers'
-    `from_pretrained` will apply the adapters to these weights, which may be merged ones. An error would lose the
-    result of a run."""
+    """Warn if `folder` contains weights, but is not the folder of the adapters' base model: transformers'
+    `from_pretrained` will apply the adapters to these weights, into which adapters may already be merged. Only warns,
+    since an error would lose the result of a run."""
     base: Any = without_adapters(model.unwrap())[1]
     weights = [name for name in FILES if (folder / name).is_file()] if model.pipeline.grid.first else []
     is_read = isinstance(base, PreTrainedModel) and (folder / CONFIG_NAME).is_file()
     if weights and is_read and not _is_folder(base.name_or_path, folder):
         logger.warning(
             "%s contains weights (%s), to which from_pretrained will apply the adapters that are saved here. Unless "
-            "they are the weights of the adapters' base, move the adapters to another folder",
+            "these are the weights of the adapters' base model, move the adapters to another folder",
             folder,
             weights[0],
         )
 
 
 def _is_folder(name: str, folder: Path) -> bool:
-    """Whether `name` (of a folder, or of a model on the Hub) is a name of `folder`."""
+    """Whether `name`, the path of a folder or the name of a Hub model, is a path of `folder`."""
     return bool(name) and Path(name).is_dir() and Path(name).samefile(folder)
 
 
 def _name_base(module: PeftModel, folder: Path) -> None:
-    """In the files that peft has written, replace the base model's folder in this machine's cache of the Hub with the
-    name on the Hub, which any machine can load. peft itself needs the folder, whose config it compares."""
+    """In the files that peft has written, replace the base model's folder in this machine's Hub cache with its Hub
+    name, which any machine can load. (While saving, peft needs the folder, to read its config.)"""
     paths = {config.base_model_name_or_path for config in module.peft_config.values()}
     paths |= {getattr(module.get_base_model(), "name_or_path", None)}
     for file in (*folder.rglob(ADAPTER_CONFIG), folder / "README.md"):
@@ -207,7 +209,7 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
 
 
 def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """The prompts, under peft's name. Raises CheckpointError if an encoder computes them from other tensors."""
+    """The tensor of the prompts, by peft's key. Raises CheckpointError if an encoder computes the prompts."""
     tensors = [tensor for name, tensor in state.items() if name.startswith(f"prompt_encoder.{adapter}.")]
     if len(tensors) != 1:
         raise CheckpointError(
@@ -234,8 +236,8 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
 
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
-    """The names in `state` of the tensors that peft saves for all adapters, except the prompts that peft computes with
-    a prompt encoder of this rank."""
+    """The names in `state` of the tensors that peft saves for all adapters, without the prompts that peft computes with
+    a prompt encoder of this rank. Raises CheckpointError if peft needs tensors that this rank does not hold."""
     from peft import get_peft_model_state_dict
 
     prompts = [adapter for adapter, config in module.peft_config.items() if config.is_prompt_learning]
@@ -247,8 +249,8 @@ def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
         chosen |= {names[id(tensor)] for tensor in saved if id(tensor) in names}
         if not is_here or (adapter not in prompts and any(id(tensor) not in names for tensor in saved)):
             raise CheckpointError(
-                f"peft computes adapters of this kind ({config.peft_type}) from tensors that the first rank does not "
-                "hold when it saves them: call pipeshard.to_sequential(model, rank=0), and then save_pretrained on the "
+                f"to save adapters of this kind ({config.peft_type}), peft needs tensors that the first rank does not "
+                "hold: call pipeshard.to_sequential(model, rank=0) on every rank, and then save_pretrained on the "
                 "model that it returns on rank 0"
             )
     return sorted(chosen)

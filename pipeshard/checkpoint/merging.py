@@ -70,15 +70,15 @@ def _layers(module: nn.Module) -> dict[str, Any]:
 
 
 def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
-    """By full name, the parameters of the base layer of the adapter layer `layer`."""
+    """The parameters of the base layer of the adapter layer `layer`, by full name."""
     while is_of_peft(layer, "BaseTunerLayer"):
         layer, path = layer.base_layer, f"{path}base_layer."
     return {f"{path}{name}": parameter for name, parameter in layer.named_parameters()}
 
 
 def _merged(layer: Any, path: str) -> dict[str, Tensor]:
-    """Merge the adapters with peft in a copy of the layer, whose parameters are not sharded. Returns the base layer's
-    parameters by full name."""
+    """Merge the adapters with peft in an unsharded copy of the layer. Returns the parameters of the copy's base layer,
+    by full name."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(whole(parameter.detach()), requires_grad=False)
         for parameter in layer.parameters()

@@ -109,8 +109,8 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter. The key
-    VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a state that neither belongs
-    to a parameter nor has a name."""
+    VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a state whose key is neither
+    a parameter in the optimizer's groups nor a string."""
     optimizer.copies.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
@@ -151,8 +151,8 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 
 
 def on_meta(content: Content) -> Content:
-    """The `content` with all tensors on meta: this form is exchanged between ranks, and stored as a folder's
-    description."""
+    """The `content` with the tensors of its parameters and their states on meta. This form is exchanged between ranks,
+    and stored as a folder's description."""
 
     def meta(_: str, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -179,7 +179,7 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
                     "the state of each parameter"
                 )
     for k, groups in enumerate(zip(*(description["param_groups"] for description in descriptions), strict=True)):
-        # An optimizer may write options only where a group has parameters.
+        # An optimizer may set some options only in groups that have parameters.
         used = [rank for rank, group in enumerate(groups) if group["params"]] or [*range(len(groups))]
         first, *others = (_compared(groups[rank]) for rank in used)
         for rank, other in zip(used[1:], others, strict=True):
@@ -273,8 +273,8 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 
 
 def check_savable(optimizer: Optimizer) -> None:
-    """Raise CheckpointError, on every rank, if `save_optimizer` could not write the state that the optimizer has after
-    a step. Call it on all ranks."""
+    """Raise CheckpointError, on every rank, if `save_optimizer` could not write the optimizer's state. Call it on all
+    ranks after a first step, which creates the state."""
     boosted = boosted_optimizer(optimizer)
     _, own = _described(boosted)
     merged(gather_objects(own, boosted.group))
@@ -331,7 +331,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
         states = _saved_states(boosted, source, content, held["parameters"].keys())
     with together(boosted.group):
         _restore_states(boosted, content, states)
-    boosted.gradients.settle()  # with ZeRO, a replica has loaded the values of its own weights only
+    boosted.gradients.settle()  # with ZeRO, each replica has loaded only the values of its own weights
 
 
 def boosted_optimizer(optimizer: Optimizer) -> PipelineOptimizer:
@@ -355,7 +355,7 @@ def _check_readable(description: Content) -> None:
 
 
 def _refuse_wrappers(states: States) -> None:
-    """Raise CheckpointError for states that wrap several tensors, and that files could not contain."""
+    """Raise CheckpointError for states of tensor classes that wrap several tensors, which files cannot contain."""
     for (name, key), tensor in _state_tensors(states).items():
         if hasattr(local(tensor), "__tensor_flatten__"):
             raise CheckpointError(
@@ -420,13 +420,13 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
 
 
 def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
-    """Read this rank's shards of the saved states of these parameters. No tensor shares memory with a memory-mapped
-    file."""
+    """Read this rank's shards of the saved states of these parameters. The returned tensors do not share memory with a
+    memory-mapped file."""
     states = {name: values for name, values in content["state"].items() if name in names}
     parameters = {name: optimizer.weights[name].parameter for name in states}
 
     def blank(name: str, tensor: Tensor) -> Tensor:
-        """A zero-filled tensor for reading: this rank's shard if shards are contiguous, otherwise the full tensor."""
+        """A zero-filled tensor to read into: this rank's shard or, without contiguous shards, the full tensor."""
         parameter = parameters[name]
         if tensor.shape != parameter.shape or not isinstance(parameter, DTensor) or is_packed(parameter):
             return torch.zeros(tensor.shape, dtype=tensor.dtype)

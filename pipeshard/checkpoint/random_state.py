@@ -26,7 +26,7 @@ def random_states(grid: Grid) -> dict[str, Any]:
 
 def own_random_state(rest: dict[str, Any], grid: Grid) -> Any:
     """This rank's random state in the content of a training.pt. If the sizes of the grid have changed, or an earlier
-    version wrote the file, this is the first rank's state."""
+    version of pipeshard wrote the file, this is the first rank's state."""
     return rest["ranks"][grid.world.rank()] if rest.get("layout") == _layout(grid) else rest["random"]
 
 
@@ -35,7 +35,7 @@ def _layout(grid: Grid) -> list[int]:
 
 
 def check_random_state(state: Any) -> None:
-    """Check a state by setting it on temporary generators. They raise an error if the state is invalid."""
+    """Check a state by setting it on temporary generators, which raise an error if the state is invalid."""
     torch.Generator().set_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])

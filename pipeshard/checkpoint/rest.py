@@ -37,7 +37,7 @@ def restore_rest(models: Sequence[PipelineModel], rest: dict[str, Any], lr_sched
 
 
 def _progress(pipeline: Pipeline) -> dict[str, Any]:
-    """What the steps of one model depend on, apart from its tensors."""
+    """The state of one model's steps, apart from its tensors."""
     return {
         "steps": pipeline.steps,
         "forwards": pipeline.forwards,
@@ -55,7 +55,7 @@ def _continue(pipeline: Pipeline, progress: dict[str, Any]) -> None:
 
 
 def read_rest(file: Path) -> dict[str, Any]:
-    """Read the result of `rest_of` from a file. Raises CheckpointError if the result is damaged or invalid."""
+    """Read the result of `rest_of` from a file. Raises CheckpointError if the file is damaged or invalid."""
     advice = "load another step (step=...)"
     rest = load_plain(file, "the training.pt of a training state", advice)
     with explained(  # generators may raise anything for an invalid state

@@ -52,9 +52,10 @@ class Source:
     `rows`. `scales` maps the key of each quantized weight to the keys of its scales, by their suffixes; `shapes` omits
     the scales.
 
-    Safetensors files are read, not memory-mapped, so that each tensor takes memory only once; pickled files (.bin) are
-    loaded with `weights_only=True`, which executes no code. Untrusted files are checked: no shape exceeds the stored
-    data, and an index lists only files in its own folder. Raises CheckpointError for files that cannot be read.
+    Safetensors files are read, not memory-mapped, so that each tensor takes memory only once. Pickled files (.bin, .pt
+    and .pth) are loaded with `weights_only=True`, which executes no code. Untrusted files are checked: no shape exceeds
+    the stored data, and an index lists only files in its own folder. Raises CheckpointError for files that cannot be
+    read, and for an index that lists tensors which the files lack.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None) -> None:
@@ -91,8 +92,8 @@ class Source:
         return tensor
 
     def rows(self, key: str) -> "Tensor | StoredRows":
-        """The matrix of this key. Its rows are read from the file when the matrix is sliced. Tensors of pickled files,
-        and tensors without a floating-point dtype, are returned as tensors."""
+        """The matrix of this key. Its rows are read from the file when the matrix is sliced. Tensors in pickled and
+        GGUF files, and tensors without a floating-point dtype, are returned as ordinary tensors."""
         file = self._files[key]
         if file in self._states:
             self.bytes_read += self._states[file][key].nbytes
@@ -165,7 +166,7 @@ def _scales(keys: Collection[str]) -> dict[str, dict[str, str]]:
 def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files of a checkpoint, and the file that its index lists for each key ({} without an index).
 
-    Raises CheckpointError if a file is missing.
+    Raises CheckpointError if a file is missing, or if the index cannot be read.
     """
     if path.is_dir():
         found = next((path / name for name in FILES if (path / name).exists()), None)
@@ -196,7 +197,7 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
     """The dtype of a checkpoint's first floating-point tensor, which transformers uses if the config has no dtype. None
-    without weights. Raises CheckpointError for files that cannot be read."""
+    without such a tensor. Raises CheckpointError for files that cannot be read."""
     if not any((folder / name).exists() for name in FILES):
         return None
     first = files_of(folder)[0][0]
@@ -220,7 +221,7 @@ def _of_folder(index: Path, name: object) -> str:
 def open_file(file: Path) -> Any:
     """Open a safetensors file, and check that the header describes the content of the file.
 
-    Raises CheckpointError for any other file.
+    Raises CheckpointError if the file does not exist, or is not a valid safetensors file.
     """
     with _naming_file(file):
         if not file.is_file():
@@ -298,8 +299,8 @@ def joined_file(parts: Sequence[Path], target: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """The offset at which the tensors' bytes begin in a safetensors file, and the header. `open_file` has checked the
-    header."""
+    """The offset at which the tensors' bytes begin in a safetensors file, and the header. Call `open_file` first, which
+    checks the header."""
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         return 8 + length, json.loads(content.read(length))
@@ -323,12 +324,12 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
 LARGEST_FILE = 1 << 30  # the maximum bytes per file, and therefore per copy; a larger tensor has its own file
 
 
-OWN = "rank-?????-?????.safetensors"  # the pattern of the files that ranks write
+OWN = "rank-?????-?????.safetensors"  # the pattern of the names of the files that ranks write
 Content = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: copies of tensors, and metadata
 
 
 def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
-    """Yield the content of each file of this rank: copies of the shards of `tensors` that only this rank writes."""
+    """Yield the content of each file that this rank writes: copies of the rank's shards of `tensors`."""
     for names in _shard_files(tensors):
         parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
@@ -433,7 +434,7 @@ def _is_whole(stored: TensorStorageMetadata) -> bool:
     boxes = sorted([(at, at + size) for at, size in zip(c.offsets, c.sizes)] for c in chunks)
     for k, box in enumerate(boxes if dims else []):
         for other in islice(boxes, k + 1, None):
-            if other[0][0] >= box[0][1]:  # as do all later boxes
+            if other[0][0] >= box[0][1]:  # it begins after the box, as do all later ones
                 break
             if all(a < d and c < b for (a, b), (c, d) in zip(box, other)):
                 return False

@@ -80,7 +80,7 @@ class FolderSave(Save):
     """
 
     configs: list[Any]  # copies of the model's configs
-    coded: nn.Module | None  # the model, if the files that define its class belong to the checkpoint
+    coded: nn.Module | None  # a model with custom code, whose files are also saved
     parts: dict[str, dict[str, Tensor]]  # this stage's shards by file name
     weight_map: dict[str, str]  # the file of each tensor of all stages
     total_size: int
@@ -96,7 +96,7 @@ class FolderSave(Save):
         of_base: bool = False,
     ) -> "FolderSave":
         """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that its stage saves. With
-        `snapshot`, the tensors are copied. With `of_base`, they have the names in a PeftModel's base model."""
+        `snapshot`, the tensors are copied. With `of_base`, the tensors have their names in a PeftModel's base model."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         module = without_adapters(module)[1] if of_base else module
         with together(pipeline.group):
@@ -104,7 +104,7 @@ class FolderSave(Save):
                 raise CheckpointError(
                     f"size_per_shard must be a positive number of MB, such as 5000, got {size_per_shard!r}"
                 )
-            if pipeline.rank == 0:  # NFS would remember on other machines that a new folder did not exist
+            if pipeline.rank == 0:  # on other machines, NFS would cache that a new folder does not exist
                 _make(folder, module)
             state = _ready(revert(module, tensors), snapshot)
             split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
@@ -184,7 +184,7 @@ class FolderSave(Save):
         if errors:
             logger.warning(
                 "%s contains the complete new checkpoint, but could not be synced to disk, or still contains files "
-                "of earlier saves (%s). The next save tries again",
+                "of earlier saves (%s). The next save tries again to remove them",
                 self.target,
                 "; ".join(map(summary, errors[:3])),
             )
@@ -216,8 +216,9 @@ class FolderSave(Save):
 class FileSave(Save):
     """A save to a file: each stage writes a part next to the file, and the first stage joins the parts.
 
-    The suffix selects the format: safetensors, or that of `torch.save`, with each tied tensor under all its names. A
-    .pt or .pth file has the names of the model's state_dict, the others those of `save_pretrained`.
+    The suffix selects the format. A .pt, .pth or .bin file has the format of `torch.save`, and contains each tied
+    tensor under all its names; other files are in the safetensors format. The names in a .pt or .pth file are those of
+    the model's state_dict, and the names in other files are those of `save_pretrained`.
     """
 
     part: dict[str, Tensor]
@@ -289,8 +290,8 @@ def _is_untied(module: nn.Module) -> bool:
 
 
 def _ready(state: Mapping[str, Tensor], snapshot: bool) -> dict[str, Tensor]:
-    """The tensors on the CPU or, with `snapshot`, copies that training does not change. Of tensors that overlap (one
-    mask of all layers), all but the first are copied, since safetensors refuses tensors that share memory."""
+    """The tensors on the CPU or, with `snapshot`, copies that training does not change. Of tensors that overlap (a
+    mask that all layers share), all but the first are copied, since safetensors refuses tensors that share memory."""
     ready: dict[str, Tensor] = {}
     spans: dict[int, list[range]] = {}  # the addresses that are in use, by storage
     for name, tensor in state.items():
@@ -322,7 +323,7 @@ def _make(folder: Path, module: nn.Module) -> None:
 
 
 def _generation(folder: Path) -> str:
-    """A suffix (possibly empty) for the names of new shards that no shard in the folder has."""
+    """A mark, such as "" or "-v1", for the names of new shards. No shard in the folder has this mark."""
     taken = {path.name for path in folder.glob("model*.safetensors")}
     marks = (f"-v{k}" if k else "" for k in itertools.count())
     return next(mark for mark in marks if not any(name.startswith(f"model{mark}-0") for name in taken))

@@ -6,9 +6,9 @@ computes some of the checksums. Reading the files again takes little time, since
 a save.
 
 Two jobs that save into one folder (such as a requeued job and its earlier run, if this has not ended) would remove each
-other's unfinished saves. So the first rank locks the folder for as long as the rank's model exists. The kernel releases
-the lock when the process exits for any reason. Forked children do not hold the lock. On NFS, which cannot lock folders,
-the file `.writer` in the folder is locked.
+other's unfinished saves. Therefore, the first rank locks the folder for as long as its model exists. The kernel
+releases the lock when the process exits for any reason. Forked children do not hold the lock. On NFS, which cannot lock
+folders, the file `.writer` in the folder is locked.
 
 With `use_async=True`, every rank writes its part from copies:
 
@@ -58,8 +58,8 @@ def by_name(name: str, given: Any) -> dict[str, Any]:
 
 
 def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup, others: Collection[str] = frozenset()) -> None:
-    """Write the manifest of all files that the first rank finds in the folder, except for its `others`. Call it on all
-    ranks, since each rank computes some of the checksums."""
+    """Write the manifest of all files that the first rank finds in the folder, except its paths in `others`. Call it on
+    all ranks, since each rank computes some of the checksums."""
     with together(group):
         here = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         sums = _shared_out(folder, gather_objects(sorted(here.difference(others)), group)[0], group)
@@ -92,7 +92,7 @@ def flaw(folder: Path, step: int | None = None) -> str:
         if not isinstance(files, dict) or not files:
             return f"{MANIFEST} lists no files"
         if not isinstance(manifest.get("sha256", {}), dict):
-            return f"{MANIFEST} has no checksums by file"
+            return f"{MANIFEST} has checksums (sha256) that are not listed by file"
         if step not in (None, manifest.get("step")):
             return f"{MANIFEST} belongs to step {short(manifest.get('step'))}"
         for name, size in files.items():
@@ -110,7 +110,8 @@ def damage(folder: Path, group: dist.ProcessGroup) -> str:
     changed since the save, or "" if no file has changed. Call it on all ranks, since each rank checks some of the
     files. States from before 0.2 have no checksums, and are not checked.
 
-    Raises CheckpointError, on every rank, if a file cannot be read, since it may still be intact.
+    Raises CheckpointError, on every rank, if a file cannot be read: such a file may be intact, so it is not reported as
+    changed.
     """
     with together(group):
         manifest = read_document(folder / MANIFEST)
@@ -205,7 +206,7 @@ def _other_writer(parent: Path, who: str) -> CheckpointError:
     )
 
 
-_held: dict[str, int] = {}  # by folder; closing any other handle of a locked file would release its lock
+_held: dict[str, int] = {}  # open files by folder; closing another descriptor of a file would release its lock
 
 
 def _leave_locks() -> None:
@@ -220,8 +221,8 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 @dataclass
 class StateSave(Save):
-    """A save of a training state, planned by all ranks together. Here `stages` counts all ranks, and each rank copies
-    the data that it writes."""
+    """A save of a training state, planned by all ranks together. Here, `stage` is this rank and `stages` the number of
+    ranks. Each rank writes copies of its data."""
 
     writing: Path  # the hidden folder
     models: list[FolderSave]  # empty on ranks that do not write models

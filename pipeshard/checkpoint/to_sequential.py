@@ -73,8 +73,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
 
 class StageTensor(NamedTuple):
-    """The description of a parameter or buffer, sent by its owner stage. `flag` is whether a parameter requires a
-    gradient, or whether a buffer is persistent."""
+    """The description of a parameter or buffer, sent by its owner stage. For a parameter, `flag` is whether it requires
+    a gradient; for a buffer, whether it is persistent."""
 
     name: str
     is_buffer: bool
@@ -149,7 +149,7 @@ def _is_bound(hook: Any) -> bool:
 
 
 def _entries_of_all(pipeline: Pipeline, failure: str) -> list[list[StageTensor]]:
-    """The entries of every stage. All ranks raise UsageError if one rank could not copy the model."""
+    """Gather the entries of all stages. All ranks raise UsageError if one rank could not copy the model."""
     own: list[Any] = [tuple(entry) for entry in _stage_tensors(pipeline)]
     answers = gather_objects((failure, own), pipeline.group)
     failures = [text for text, _ in answers if text]

@@ -71,16 +71,17 @@ def save_training_state(
     the loss scale, the random states of all ranks and the position in the data. With several models (the two of a GAN,
     or an average of the weights), optimizers or LR schedulers, pass a list; the other models are in `model-1`,
     `model-2` and so on. At every moment, each step is either complete or does not exist. When this step is complete,
-    all steps except the last `keep` are removed.
+    all complete steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
     rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an
     error if the background save failed. At exit, the process also waits for an unfinished save.
 
-    Raises CheckpointError, on every rank, for an object that is not boosted, for only some of the optimizers that were
-    boosted with the models, an optimizer of another model, a dataloader without `state_dict`, an invalid `step` or
-    `keep`, a `directory` with a later step (it would be mistaken for the newest), and a `directory` into which another
-    job saves.
+    Raises CheckpointError, on every rank, if an object is not boosted, if only some of the optimizers that were boosted
+    with the models are given, if an optimizer belongs to another model, if the dataloader has no `state_dict`, if
+    `step` or `keep` is invalid, if `step` differs between ranks, if `directory` has a later step (which would be
+    mistaken for the newest), if another job saves into `directory`, or if another model of this process has saved this
+    step there.
     """
     models, optimizers = models_by_name(model), by_name(OPTIMIZER, optimizer)
     first, parent = models[MODEL], Path(directory)
@@ -93,7 +94,7 @@ def save_training_state(
     checkpoints = io_of(first)
     checkpoints.wait()
     with together(pipeline.grid.world):
-        if pipeline.grid.first:  # NFS would remember on other machines that a new directory did not exist
+        if pipeline.grid.first:  # on other machines, NFS would cache that a new directory does not exist
             _refuse_later_steps(parent, step)
             lock(parent, first)
             _refuse_other_model(parent, step, first)
@@ -128,9 +129,9 @@ def models_by_name(model: nn.Module | Sequence[nn.Module]) -> dict[str, Pipeline
 
 
 def check_complete(model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
-    """Raise CheckpointError, on every rank, if optimizers are given, but one of them belongs to a model that is not
-    given, or one is missing that was boosted with a given model and updates further parameters. After a resume, the
-    model would begin anew, or the optimizer with an empty state."""
+    """Raise CheckpointError, on every rank, if a given optimizer belongs to a model that is not given, or if optimizers
+    are given without one that was boosted with a given model and updates further parameters. On resuming, this model
+    would start from its initial weights, or this optimizer from an empty state."""
     models = [*models_by_name(model).values()]
     with together(models[0].pipeline.grid.world):
         given = [boosted_optimizer(each) for each in by_name(OPTIMIZER, optimizer).values()]
@@ -162,7 +163,7 @@ def _check_optimizers(model: PipelineModel, given: Sequence[PipelineOptimizer]) 
 
 
 def check_loader(model: nn.Module | Sequence[nn.Module], dataloader: Any) -> None:
-    """Raise CheckpointError, on every rank, for a dataloader without a position in the data."""
+    """Raise CheckpointError, on every rank, if the dataloader cannot save its position in the data."""
     with together(models_by_name(model)[MODEL].pipeline.grid.world):
         if dataloader is not None and not all(hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")):
             raise CheckpointError(
@@ -177,8 +178,8 @@ def check_contents(
     lr_scheduler: LRScheduler | Sequence[LRScheduler] | None,
     dataloader: Any,
 ) -> None:
-    """Raise CheckpointError, on every rank, if `save_training_state` could not write the states that these objects have
-    after a step. Call it on all ranks."""
+    """Raise CheckpointError, on every rank, if `save_training_state` could not write the states of these objects. Call
+    it on all ranks after a first step, which creates the states."""
     models = [*models_by_name(model).values()]
     grid = models[0].pipeline.grid
     for each in by_name(OPTIMIZER, optimizer).values():
@@ -244,7 +245,7 @@ def load_training_state(
     """Restore the given objects to their state at `step` (by default, the newest complete step), and return this step.
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    given are not loaded. Several models, optimizers or LR schedulers are given as a list, in the saved order. Each
+    passed are not loaded. Pass several models, optimizers or LR schedulers as a list, in the saved order. Each
     rank's random generators are always restored. If the sizes of the grid have changed, every rank gets the states of
     the first rank. A background save that is still running is completed first. With `verify`, every file is compared
     with its saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
@@ -252,7 +253,8 @@ def load_training_state(
 
     Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
     read, if the step lacks the state of a given object, if a saved state does not fit its object, if a background save
-    failed, for only some of the optimizers that were boosted with the models, and for an optimizer of another model.
+    failed, if only some of the optimizers that were boosted with the models are given, if an optimizer belongs to
+    another model, or if the dataloader has no `state_dict`.
     """
     models, parent = models_by_name(model), Path(directory)
     pipeline = models[MODEL].pipeline
@@ -274,6 +276,7 @@ def load_training_state(
         what = "; ".join(f"{folder.name} has changed ({why})" for folder, why in damaged.items())
         raise CheckpointError(
             f"{parent} contains no intact step{'' if step is None else f' {step}'}: {what}. Pass another directory"
+            f"{'' if step is None else ' or step'}"
         )
     if step is None and pipeline.grid.first:
         for path, why in [*_incomplete(parent), *damaged.items()]:
@@ -336,7 +339,7 @@ _latest: dict[Path, tuple[int, weakref.ref[nn.Module]]] = {}
 
 
 def _refuse_other_model(parent: Path, step: int, model: nn.Module) -> None:
-    """Raise CheckpointError if another model of this process, which still exists, has saved this step there."""
+    """Raise CheckpointError if another model of this process, which still exists, has saved this step to `parent`."""
     saved, other = _latest.get(parent.resolve(), (None, None))
     is_there = saved == step and existing(_folder(parent, step)).exists()
     if is_there and other is not None and other() not in (None, model):

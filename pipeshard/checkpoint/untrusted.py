@@ -28,7 +28,7 @@ from pipeshard.errors import CheckpointError, explained, summary
 from pipeshard.hf import ADAPTER_CONFIG
 
 LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors takes a tenth of this
-VALUES = 1_000_000  # the maximum number in a JSON document; each takes up to 100 bytes of memory
+VALUES = 1_000_000  # the maximum number of values in a JSON document; each takes up to 100 bytes of memory
 
 
 def read_document(file: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ COUNTED = re.compile(r"(^|_)(num|n|layers?|depths?|blocks|stages|heads|groups|ex
 NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # counts of training or text, not of objects to build
 THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits for a config's counts, for labels and for modules
 RANK, VIRTUAL = 65_536, 2**28  # limits of a count in an adapter config, and of the elements of virtual tokens
-# Numbers in an adapter config that are no sizes: ids of tokens, steps of training, and seeds.
+# Numbers in an adapter config that are not sizes: token ids, training steps, and seeds.
 NOT_SIZES = re.compile(r"(token_ids|token_indices|invocation_tokens|total_step|tinit|tfinal|warmup|seed|prng_key)$")
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
 MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
@@ -115,7 +115,8 @@ def _explaining(what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def limited_modules(folder: Path) -> Iterator[None]:
-    """Context manager that limits the number of modules. All errors become CheckpointErrors that name the config."""
+    """Context manager that limits the number of modules of a model that is built from the config in `folder`. Converts
+    all errors to CheckpointErrors that name the folder."""
     made = 0
 
     def count(*_: Any) -> None:
@@ -235,7 +236,7 @@ def without_scalars(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (set, frozenset, bytearray, complex)):
-        raise TypeError(f"{type(value).__name__} is not a type of plain values")
+        raise TypeError(f"a value of type {type(value).__name__} cannot be saved")
     if type(value) is dict:
         return {without_scalars(key): without_scalars(each) for key, each in value.items()}
     return type(value)(map(without_scalars, value)) if type(value) in (list, tuple) else value
