@@ -359,7 +359,8 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
         return known[path]
     if path in known:
         raise BatchError(
-            f"{path} must have one entry per sample, as in earlier batches, but has {len(entries)} for {rows} samples"
+            f"{path} must have one entry per sample, as in earlier batches, but has {len(entries)} for {rows} samples: "
+            f"pass batch_dims={{{path!r}: None}} if its entries do not belong to samples"
         )
     if rows == 1 or len(entries) != rows:
         known |= {path: False} if rows > 1 else {}
@@ -406,12 +407,15 @@ def _count_rows(
     main = main_input if main_input in tensors else next(counting, None)
     if main is None or declared.get(main, 0) is None:
         raise BatchError(
-            f"batch_dims marks {main or 'every tensor'} as unbatched, but the main input must have a batch dimension"
+            f"batch_dims marks {main or 'every tensor'} as unbatched, but the main input must have a batch dimension: "
+            "declare this dimension, or remove the input from batch_dims"
         )
     dim = _checked_dim(main, tensors[main], declared.get(main, 0))
     rows = len(tensors[main]) if has_tensors(tensors[main]) else tensors[main].shape[dim]
     if rows == 0:
-        raise BatchError(f"the batch is empty: {main} has shape {tuple(tensors[main].shape)}")
+        raise BatchError(
+            f"the batch is empty: {main} has shape {tuple(tensors[main].shape)}. Skip batches without samples"
+        )
     where = f"dimension {dim} of {main}"
     return rows, tuple(
         _agreed(path, leaf, declared[path], rows, where) if path in declared else _row_dim(path, leaf, rows)
@@ -457,7 +461,10 @@ def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:
     ndim = leaf.ndim if isinstance(leaf, Tensor) else int(is_entries(leaf))
     if dim is None or not -ndim <= dim < ndim:
         what = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is a {type(leaf).__name__}"
-        raise BatchError(f"batch_dims declares dimension {dim} of {path} as the batch dimension, but {path} {what}")
+        raise BatchError(
+            f"batch_dims declares dimension {dim} of {path} as the batch dimension, but {path} {what}: declare one of "
+            "its dimensions, or None"
+        )
     return dim % ndim
 
 

@@ -106,8 +106,8 @@ def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The model's own loss: the first entry of a plain tuple or list `(loss, logits, ...)`, if it is a floating-point
-    tensor without dimensions; otherwise the tensor `loss` of the output, or None."""
+    """The model's own loss: the first entry of a plain tuple or list `(loss, logits, ...)`, if this entry is a
+    floating-point tensor without dimensions; otherwise the tensor `loss` of the output, or None."""
     first = output[0] if type(output) in (tuple, list) and output else None
     if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
         return first

@@ -27,15 +27,15 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
     on_hub = {name: value for name in ("revision", "cache_dir") if (value := options.pop(name, None)) is not None}
     if path.is_dir():
         return path / inner
-    message = f"{path} does not exist: pass a folder that save_pretrained wrote"
     try:
         folder = cached_folder(str(path), gguf_file, inner, **on_hub)
     except HFValidationError:  # not a valid name on the Hub
-        raise CheckpointError(message) from None
+        raise CheckpointError(f"{path} does not exist: pass a folder that save_pretrained wrote") from None
     if folder is None:
         given = "".join(f", {option}={str(value)!r}" for option, value in on_hub.items())
         raise CheckpointError(
-            f"{message}, or download a Hugging Face Hub model once, before the ranks start, with "
+            f"{path} is neither a folder nor a model with all its weights in this machine's Hugging Face Hub cache: "
+            "pass a folder that save_pretrained wrote, or download the model once, before the ranks start, with "
             f"huggingface_hub.snapshot_download({str(path)!r}{given})"
         )
     return folder

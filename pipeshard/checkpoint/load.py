@@ -319,7 +319,10 @@ class _Plan:
             problems += [f"{name} is missing" for name in self.required]
             problems += [f"{name} is unexpected" for name in self.conversion.unexpected]
         if problems:
-            raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
+            raise CheckpointError(
+                f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}. Pass this model's "
+                f"checkpoint{' (load_model(..., strict=False) ignores missing and unexpected names)' if lists else ''}"
+            )
 
     def refuse_untied(self) -> None:
         """Raise CheckpointError if the checkpoint has two different values for a tensor of this stage that the
@@ -359,7 +362,9 @@ class _Plan:
                     made = piece.convert(self.model, self.source.rows if in_rows else self.source.read)
                 except OSError as error:
                     key = piece.sources[0][0]
-                    raise CheckpointError(f"{self.source.path}: {key} cannot be read: {error}") from error
+                    raise CheckpointError(
+                        f"{self.source.path}: {key} cannot be read ({error}): check the disk, then try again"
+                    ) from error
                 for name in list(made):
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
                 if in_rows:

@@ -192,11 +192,13 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
                 own = get_peft_model_state_dict(module, state, adapter)
             if differing := sorted(own.keys() ^ saved.keys()):
                 raise CheckpointError(
-                    f"{within} does not fit the adapter {adapter}: only one of the two has {listed(differing, 3)}"
+                    f"{within} does not fit the adapter {adapter}: only one of the two has {listed(differing, 3)}. "
+                    "Load a checkpoint of the same adapters"
                 )
             if any(own[key].shape != value.shape for key, value in saved.items()):
                 raise CheckpointError(
-                    f"{within} does not fit the adapter {adapter}: the tensors of the two differ in shape"
+                    f"{within} does not fit the adapter {adapter}: the tensors of the two differ in shape. Load a "
+                    "checkpoint of the same adapters"
                 )
             values |= {names[id(own[key])]: value for key, value in saved.items() if id(own[key]) in names}
         buffers = dict(module.named_buffers(remove_duplicate=False))

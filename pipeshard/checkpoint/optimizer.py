@@ -327,7 +327,10 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     present, _ = merged(gather_objects(on_meta(held), boosted.group))
     with together(boosted.group):
         if problems := list(_problems(content, present)):
-            raise CheckpointError(f"{checkpoint} does not fit this optimizer: {listed(problems)}")
+            raise CheckpointError(
+                f"{checkpoint} does not fit this optimizer: {listed(problems)}. Load a checkpoint that was saved with "
+                "the same parameter groups"
+            )
         states = _saved_states(boosted, source, content, held["parameters"].keys())
     with together(boosted.group):
         _restore_states(boosted, content, states)
@@ -386,7 +389,9 @@ def _read_content(source: Path) -> Content:
     """Read the description in a folder, or the content of a file, and check that the files contain all declared
     data."""
     if not source.exists():
-        raise CheckpointError(f"{source} cannot be read: it does not exist")
+        raise CheckpointError(
+            f"{source} cannot be read: it does not exist. Pass a file or folder that booster.save_optimizer wrote"
+        )
     described = source.is_dir()
     advice = "pass a file or folder that booster.save_optimizer wrote"
     content = load_plain(source / DESCRIPTION if described else source, "an optimizer checkpoint", advice)
@@ -395,7 +400,7 @@ def _read_content(source: Path) -> Content:
     if not isinstance(content, dict) or written not in formats:
         raise CheckpointError(f"{source} is not in the format {OPTIMIZER_FORMAT!r}: {advice}")
     if problem := content_flaw(content, described):
-        raise CheckpointError(f"{source} is damaged: {problem}")
+        raise CheckpointError(f"{source} is damaged: {problem}. Load another checkpoint")
     if described:
         check_shards(source, _in_files(_state_tensors(content["state"])))
     return content

@@ -177,7 +177,7 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
             )
         path = found
     if not path.is_file():
-        raise CheckpointError(f"{path} cannot be read: it does not exist")
+        raise CheckpointError(f"{path} cannot be read: it does not exist. Pass a folder, an index or a weights file")
     if path.suffix != ".json":
         return [path], {}
     try:
@@ -190,7 +190,7 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
         raise CheckpointError(f"{path} cannot be read as a checkpoint index: {summary(error)}") from error
     if lost:
         raise CheckpointError(
-            f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete. Save it again"
+            f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete. Save or download it again"
         )
     return [path.parent / file for file in files], listed
 
@@ -356,7 +356,9 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             warnings.simplefilter("ignore", UserWarning)
             load(dict(tensors), storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # wraps this rank's error
-        raise CheckpointError(f"{folder} is damaged: {reason(error.failures[0][0])}") from error
+        raise CheckpointError(
+            f"{folder} is damaged: {reason(error.failures[0][0])}. Load another checkpoint"
+        ) from error
 
 
 def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -378,7 +380,7 @@ def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         elif not _is_whole(found):
             problems.append(f"{name} is incomplete: the slices in the files do not cover the tensor exactly once")
     if problems:
-        raise CheckpointError(f"{folder} is damaged: {listed(problems)}")
+        raise CheckpointError(f"{folder} is damaged: {listed(problems)}. Load another checkpoint")
 
 
 def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
@@ -415,7 +417,7 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     """The metadata of the tensors in the ranks' files, by name, from the files' headers. The folder may also contain
     files of a model."""
     with explained(  # torch does not check the JSON, which may be untrusted
-        lambda error: CheckpointError(f"{folder} is damaged: {reason(error)}")
+        lambda error: CheckpointError(f"{folder} is damaged: {reason(error)}. Load another checkpoint")
     ):
         read = HuggingFaceStorageReader(str(folder)).read_metadata()
         files = [(index.fqn, Path(info.relative_path).name) for index, info in read.storage_data.items()]
