@@ -228,7 +228,7 @@ class Batch:
 
         def view(leaf: Tensor, dim: int, at: Sequence[int]) -> Tensor:
             part = leaf.narrow(dim, at[0] if at else 0, len(at))
-            return part if leaf.requires_grad else part.data  # with a separate version counter, for in-place writes
+            return part if leaf.requires_grad else part.data  # .data counts its in-place writes separately
 
         return self._pick(rows, view)
 
@@ -367,7 +367,7 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
         return False
     tensors = [tensors_in(entry) for entry in entries]
     if not all(tensors) or len({type(entry) for entry in entries}) > 1:
-        return False  # a structure of several inputs
+        return False  # several inputs, not one entry per sample
     shapes = [tuple(leaf.shape for leaf in leaves) for leaves in tensors]
     with_samples = all(shape[:1] == (rows,) for entry in shapes for shape in entry)
     if with_samples and (type(entries) is tuple or len({tuple(shape[1:] for shape in entry) for entry in shapes}) > 1):
@@ -395,7 +395,7 @@ def _count_rows(
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
-    if main_input in named and has_tensors(named[main_input]):  # a list of one entry per sample
+    if main_input in named and has_tensors(named[main_input]):  # a list with one entry per sample
         tensors = {main_input: named[main_input]}
     if not tensors:
         kinds = {path: type(leaf).__name__ for path, leaf in named.items()}

@@ -35,8 +35,8 @@ def sum_and_count(
     """The loss as (scalar, None), or (sum, count) if the criterion returns both. Without a criterion, the loss is the
     output's own, or None.
 
-    A criterion with a method `of_batch` (the model's own loss) receives the original batch. If it returns None, because
-    the batch has no labels, the result is (None, None).
+    A criterion's method `of_batch` (the model's own loss) is called with `batch.data`. If it returns None, because the
+    batch has no labels, the result is (None, None).
     """
     count: Tensor | float | None = None
     if criterion is None:
@@ -59,7 +59,7 @@ def sum_and_count(
 
 
 def raised(error: BaseException) -> bool:
-    """Whether a criterion raised `error`."""
+    """Whether `error` was raised while a criterion computed the loss."""
     return any(frame.f_code is sum_and_count.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
@@ -174,10 +174,10 @@ def is_made_again(key: Hashable, before: Hashable) -> bool:
 
 
 def first_difference(key: Hashable, before: Hashable) -> str:
-    """The name of a captured variable in which two keys of functions with the same code differ, or ""."""
+    """The captured variable or keyword argument in which two keys of functions with the same code differ, or ""."""
     if not isinstance(key, _Made) or not isinstance(before, _Made):
         return ""
-    one, other = key.captured, before.captured  # a partial may lack an argument
+    one, other = key.captured, before.captured  # a partial may lack an argument of the other
     return next((name for name in one | other if isinstance(name, str) and one.get(name) != other.get(name)), "")
 
 

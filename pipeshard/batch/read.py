@@ -315,7 +315,7 @@ class RowDims:
                 f"the first dimension of {path} had size {size_before} in a batch of {rows_before} samples, and has "
                 f"size {size} in a batch of {rows}. This dimension is therefore not always the batch dimension. Pass "
                 f"PipelinePlugin(batch_dims={{{path!r}: None}}) to pass all of {path} to every microbatch, or "
-                f"{{{path!r}: 0}} if {path} has one entry per sample"
+                f"batch_dims={{{path!r}: 0}} if {path} has one entry per sample"
             )
         return True
 

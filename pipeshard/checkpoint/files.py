@@ -45,7 +45,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is not None:
         message, rank = str(messages[first]), dist.get_process_group_ranks(group)[first]
-        own = len(set(messages)) == 1 or message.startswith("rank ")  # identical on all ranks, or already names a rank
+        own = len(set(messages)) == 1 or message.startswith("rank ")  # alike on all ranks, or names a rank
         shared = CheckpointError(message if own else f"{named(rank)}: {message}")
         raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
 

@@ -407,7 +407,7 @@ class _Plan:
         if name in self.scales:
             scales = {end: self.source.read(key).to(target.device) for end, key in self.scales[name].items()}
             refused = f"{self.source.path}: the quantized {name} cannot be read"
-            with explained(lambda error: CheckpointError(f"{refused}: {summary(error)}")):
+            with explained(lambda error: CheckpointError(f"{refused}: {summary(error)}. Save the checkpoint again")):
                 self.packed[name].restore(value.to(target.device), scales)
         elif name in self.packed:
             self.packed[name].pack(value)
@@ -427,7 +427,7 @@ class _Plan:
 
 
 def _buffers_of_copies(model: nn.Module, blank: set[str]) -> set[str]:
-    """The buffers of trained copies with a parameter in `blank`: these buffers have no values either."""
+    """The full names of the buffers of trained copies that have a parameter in `blank`: these have no values either."""
     found: set[str] = set()
     for path, made, _ in trained_copies(model):
         if any(f"{path}.{name}" in blank for name, _ in made.named_parameters()):

@@ -15,7 +15,7 @@ from pipeshard.hf import is_of_peft
 from pipeshard.split.adapters import base_names
 from pipeshard.split.ties import first_names, names_of
 
-WHOLE = "on the model that pipeshard.to_sequential(model, rank=0) returns on rank 0"
+WHOLE = "on the model that pipeshard.to_sequential(model, rank=0), called on every rank, returns on rank 0"
 
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

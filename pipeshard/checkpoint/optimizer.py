@@ -34,7 +34,7 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
-# The previous format: files have the same content, but folders use another torch.distributed.checkpoint layout.
+# The previous format: single files are the same, but folders use another torch.distributed.checkpoint layout.
 OLDER = "pipeshard optimizer 1"
 VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
 INSIDE = "::"  # joins the key of a nested dict (as in bitsandbytes states) or sequence, and a key in it
@@ -464,9 +464,9 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
         for saved, group in zip(content["param_groups"], packed["param_groups"], strict=True)
     ]
     state: dict[Any, Any] = {number: _nested(states[name]) for number, name, _ in parameters if states.get(name)}
-    state |= copy.deepcopy(content.get("shared", {}))  # torch does not copy these
+    state |= copy.deepcopy(content.get("shared", {}))  # load_state_dict does not copy shared states
     optimizer.optim.load_state_dict({**packed, "state": state, "param_groups": groups})
-    for _, name, parameter in parameters:  # torch casts all states to the parameter's dtype: restore the saved dtypes
+    for _, name, parameter in parameters:  # torch casts states to the parameter's dtype: restore the saved dtypes
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):
             loaded = _flat(optimizer.optim.state[parameter])
             for key, value in loaded.items():

@@ -187,7 +187,9 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
         files = sorted({_of_folder(path, name) for name in listed.values()})
         lost = [file for file in files if not (path.parent / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint index: {summary(error)}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint index: {summary(error)}. Save or download the checkpoint again"
+        ) from error
     if lost:
         raise CheckpointError(
             f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete. Save or download it again"
@@ -257,12 +259,12 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
     """Read all tensors of a GGUF file at once. transformers converts them from llama.cpp's names and row order."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    if model is not None and has_adapters(model):  # the names of a PeftModel's layers differ
+    if model is not None and has_adapters(model):  # a PeftModel's layers have other names
         base: Any = without_adapters(model)[1]
         with torch.device("meta"):
             model = type(base)(base.config)
     with explained(  # gguf barely validates the content
-        lambda error: CheckpointError(f"{file} cannot be read as GGUF: {summary(error)}")
+        lambda error: CheckpointError(f"{file} cannot be read as GGUF ({summary(error)}): check that it is complete")
     ):
         import gguf
 
@@ -436,7 +438,7 @@ def _is_whole(stored: TensorStorageMetadata) -> bool:
     boxes = sorted([(at, at + size) for at, size in zip(c.offsets, c.sizes)] for c in chunks)
     for k, box in enumerate(boxes if dims else []):
         for other in islice(boxes, k + 1, None):
-            if other[0][0] >= box[0][1]:  # it begins after the box, as do all later ones
+            if other[0][0] >= box[0][1]:  # this and all later boxes begin after `box`
                 break
             if all(a < d and c < b for (a, b), (c, d) in zip(box, other)):
                 return False

@@ -76,7 +76,7 @@ class FolderSave(Save):
 
     The index determines which files belong to the checkpoint. Therefore, shards are written under names that do not
     exist in the folder yet, and the index (or the single file) is renamed last: a reader finds either the previous or
-    the new checkpoint.
+    the new weights.
     """
 
     configs: list[Any]  # copies of the model's configs

@@ -201,7 +201,7 @@ def _holder(handle: int) -> str:
 
 def _other_writer(parent: Path, who: str) -> CheckpointError:
     return CheckpointError(
-        f"{who or 'another process'} is writing to {parent}: two jobs that save into one folder would delete each "
+        f"{who or 'another process'} also saves to {parent}: two jobs that save into one folder would delete each "
         "other's states. Stop the other process first, or save to another folder"
     )
 

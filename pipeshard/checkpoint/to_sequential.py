@@ -27,9 +27,9 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     """Convert the pipeline back to an unsplit model of the original class. Call it on every rank of the pipeline.
 
     Returns the model on each rank. With `rank`, only that stage (of every replica) returns the model; the other stages
-    return None, and allocate at most one parameter at a time. The result shares no tensors with `model`, which can
+    return None, and allocate at most one full tensor at a time. The result shares no tensors with `model`, which can
     continue training. Its weights and buffers come from the stages that own them, in the dtype in which these stages
-    compute with them. Ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache` come from
+    compute with them. Ties, `requires_grad`, training modes, activation checkpointing, hooks and `use_cache` come from
     `model`. Gradients are not copied.
 
     Args:

@@ -725,13 +725,13 @@ def test_a_second_job_is_kept_out_of_a_folder(pool: Pool, tmp_path: Path) -> Non
     lock(tmp_path, owner)
     lock(tmp_path, owner)
     for message in pool.run_expecting(CheckpointError, saving_once, 2, tmp_path, 2):
-        assert f"process {os.getpid()} of" in message and "is writing to" in message
+        assert f"process {os.getpid()} of" in message and "also saves to" in message
         assert "save to another folder" in message
     assert newest_step(tmp_path) == 1
     del owner
     with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "holds\n"
-        with pytest.raises(CheckpointError, match=f"process {other.pid} of .* is writing to"):
+        with pytest.raises(CheckpointError, match=f"process {other.pid} of .* also saves to"):
             lock(tmp_path, pool)
         other.kill()
     pool.run(saving_once, 2, tmp_path, 2)
@@ -795,7 +795,7 @@ def test_of_two_jobs_that_begin_together_one_saves_and_loses_nothing(pool: Pool,
             (winner,) = (each for each in ranks if not each[0][0])
             (loser,) = (each for each in ranks if each is not winner)
             for refused, saved in loser:
-                assert "is writing to" in refused and saved == []
+                assert "also saves to" in refused and saved == []
             assert {path.name for path in folder.iterdir()} == {"step-00000002", "step-00000003"}
             for step in (2, 3):
                 expected = joined([saved[step - 1] for _, saved in winner])
