@@ -543,7 +543,7 @@ def test_an_evaluation_of_one_replica_s_part_is_refused(tmp_path: Path) -> None:
     """The metrics were those of the first replica's samples, without an error."""
     made = trainer("causal", tmp_path, {"pp_size": 1})
     loader = ResumableDataLoader(made.eval_dataset, 2, collate_fn=padded, num_replicas=2)
-    with pytest.raises(UsageError, match=r"over replicas.*instead of one from plugin\.prepare_dataloader"):
+    with pytest.raises(UsageError, match=r"over replicas.*Do not use plugin\.prepare_dataloader"):
         made.evaluation_loop(loader, "Evaluation")
 
 

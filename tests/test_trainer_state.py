@@ -323,8 +323,8 @@ def refused(kind: str, folder: str, what: str) -> None:
 
 def all_refused(folder: str) -> None:
     refused("Writing", folder, r"the open file self\.file.*in log\(\)")
-    refused("Counting", folder, r"changes self\.numbers.*holds a range_iterator")
-    refused("Lambdas", folder, r"changes self\.rule.*Keep tensors, arrays, numbers")
+    refused("Counting", folder, r"but self\.numbers.* holds a range_iterator")
+    refused("Lambdas", folder, r"but self\.rule.*use tensors, arrays, numbers")
 
 
 def replicas_refused(folder: str) -> None:

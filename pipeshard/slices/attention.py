@@ -1,8 +1,8 @@
 """Attention: attention from a slice's positions to the same and all earlier positions, without a mask in memory.
 
-    positions      earlier slices    this slice
-    of the query   all of them       those before it
-                   flash(q, k0)      flash(q, k1, causal)      one softmax over both, by their logsumexp
+    keys           earlier slices    this slice
+    a query reads  all positions     positions up to its own
+                   flash(q, k0)      flash(q, k1, causal)       one softmax over both, with their logsumexp
 
 `is_causal` of torch's scaled_dot_product_attention is correct only if queries and keys have the same length. For a
 slice, transformers builds a mask, and the kernel keeps a floating-point copy of the mask for each layer until the
@@ -121,8 +121,8 @@ class Attention(torch.autograd.Function):
 
 
 def _parts(query: Tensor, keys: Grown, values: Grown, start: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield (keys, values, is_causal) of the earlier slices, then of the slice itself. Keys and values are those for
-    every head of the query."""
+    """Yield (keys, values, is_causal) of the earlier slices, then of the slice itself. Keys and values are repeated for
+    all heads of the query."""
     end = start + query.shape[-2]
     for part, is_causal in (((0, start), False), ((start, end), True)):
         k, v = keys.part(*part), values.part(*part)

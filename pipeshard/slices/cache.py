@@ -25,8 +25,8 @@ from pipeshard.slices.states import Slice
 
 def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_mask: bool = False) -> Cache:
     """Create the cache that is passed to the model for a slice. Keys and values of an encoder's output are recomputed
-    for each slice. With a mask for all positions so far (`has_whole_mask`), layers that attend to a window also get
-    the keys of all these positions, as without slices.
+    for each slice. With a mask for all positions so far (`has_whole_mask`), layers that attend to a window also
+    receive the keys of all these positions, as without slices.
 
     Raises ConfigurationError if a layer caches anything except keys, values and states, or if the config does not
     define the layers of the cache.
@@ -52,7 +52,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_
             if has_whole_mask and isinstance(layer, Keys):
                 layer.window = None
     if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more such layers than its config declares
-        numbers = itertools.count(len(cache.layers))  # not the cache itself: only the GC would free such a cycle
+        numbers = itertools.count(len(cache.layers))  # if `another` held the cache, only the GC would free both
 
         def another() -> Keys:
             layer = Keys()
@@ -65,7 +65,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_
 
 def has_keys(cache: Any) -> bool:
     """Whether a layer of the cache attends to earlier positions, and therefore needs a mask for these positions. Layers
-    with states only do not attend."""
+    that have only states do not attend."""
     return {*map(type, getattr(cache, "self_attention_cache", cache).layers)} != {States}
 
 

@@ -31,8 +31,8 @@ LEAST = 2  # a slice has at least this many positions: for one position, layers 
 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
-    """Return the lengths of n slices that take equal times and have `total` positions together. Position k takes a time
-    of 1 + slope * k, since it attends to k earlier positions. A short sequence has fewer slices."""
+    """Return the lengths of n slices with `total` positions in total, which take approximately equal times. Position k
+    takes a time of 1 + slope * k, since it attends to k earlier positions. Short sequences have fewer slices."""
     n = max(1, min(n, total // LEAST))
 
     def work(end: float) -> float:
@@ -63,7 +63,7 @@ def sequence_of(batch: Batch) -> int:
 
 
 def positions_of(batch: Batch) -> int:
-    """The greatest position of a batch, counted from 1."""
+    """The largest position in a batch, counted from 1."""
     given = batch.tensors.get(POSITIONS)
     return sequence_of(batch) if given is None or given.is_meta else int(given.max()) + 1
 
@@ -74,7 +74,7 @@ def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     total, ends = sequence_of(batch), list(accumulate(sizes))
     for path in batch.paths:
         if media_kind(path) is not None and not is_mask(path):
-            raise BatchError(f"num_slices: {path} has no sequence to split. Use num_slices=1 for batches with media")
+            raise BatchError(f"num_slices: {path} contains media, which slices do not support. Use num_slices=1")
     _refuse_packed(batch)
 
     def slice_of(start: int, end: int) -> Batch:

@@ -141,7 +141,7 @@ class Slice:
         return self.states.get(name)
 
     def hand_over(self, name: Any, state: Tensor) -> None:
-        """Pass a state to the next slice, instead of the previous state. Does nothing in the last slice, and if the
+        """Pass a state to the next slice, instead of the previous state. Does nothing in the last slice, or if the
         state was already passed (when the unit is recomputed)."""
         if name in self._handed or self.end == self.total:
             return

@@ -48,7 +48,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 @together_in("trainer.save_model")
 def save_weights(model: PipelineModel, folder: Path) -> Stamps:
     """Save the model, or its adapters, to a folder that `from_pretrained` loads. Call it on all ranks. Returns, on the
-    first rank, the files that were in the folder before."""
+    first rank, the `stamps` of the files that were in the folder before (on other ranks, {})."""
     grid = model.pipeline.grid
     refuse_unwrapped_adapters(model.unwrap())
     if is_adapted := is_of_peft(model.unwrap(), "PeftModel"):
@@ -60,7 +60,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
             folder.mkdir(parents=True, exist_ok=True)
             remove(made)  # left by a save that was killed
             before = stamps(folder)
-            if (folder / FOLDER / REST).is_file():  # this save replaces a checkpoint, whose manifest is this file
+            if (folder / FOLDER / REST).is_file():  # a checkpoint: its manifest would not match the new files
                 (folder / MANIFEST).unlink(missing_ok=True)
     if not is_adapted:
         refuse_packed(model.unwrap())
@@ -78,7 +78,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
 
 
 def stamps(folder: Path) -> Stamps:
-    """The files in a folder, by name, each with numbers that change when the file is written again."""
+    """The inode and modification time of each file in a folder, by relative path. Rewriting a file changes them."""
     found = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
     return {name: (of_file.st_ino, of_file.st_mtime_ns) for name, of_file in found.items()}
 
@@ -95,9 +95,11 @@ def load_checkpoint_weights(model: PipelineModel, folder: Path) -> None:
 def save_state(
     folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any, step: int, before: Stamps
 ) -> None:
-    """Write `folder/pipeline`, and a manifest of the files that this save has written: all but those of `before`, the
-    result of `save_weights`, that are unchanged, since callbacks and Trainer may write these later. Call it on all
-    ranks."""
+    """Write `folder/pipeline`, and a manifest of the files that this save has written. Call it on all ranks.
+
+    `before` is the result of `save_weights`. The manifest omits files in `before` that have not changed since, because
+    callbacks and Trainer may rewrite them later.
+    """
     grid = model.pipeline.grid
     random = random_states(grid)
     with together(grid.world):
@@ -126,7 +128,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         rest = read_rest(folder / FOLDER / REST)
         restore_rest([model], rest, lr_scheduler)
         if grid.first:
-            for file in folder.glob(RANDOM):  # unused; may be partial, as no rank waits for its write
+            for file in folder.glob(RANDOM):  # not used, and possibly partial: no rank waits for its write
                 if not zipfile.is_zipfile(file):
                     file.unlink()
     return own_random_state(rest, grid)
@@ -134,8 +136,12 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 @together_in("trainer.train")
 def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
-    """The path of the checkpoint to resume from, or None. `asked` is the argument of `Trainer.train`; True selects the
-    newest checkpoint in `folder`. Call it on all ranks. Raises UsageError if ranks select different checkpoints."""
+    """Return the path of the checkpoint to resume from, or None. Call it on all ranks.
+
+    `asked` is the argument `resume_from_checkpoint` of `Trainer.train`. True selects the newest complete, intact
+    checkpoint in `folder`. Raises UsageError if the checkpoint's name differs between ranks, and CheckpointError if the
+    checkpoint is incomplete or damaged, or if `folder` has no intact checkpoint.
+    """
     name = "True" if asked is True else Path(asked).name if asked else "None"
     if apart := differing(name, grid.world):
         raise UsageError(
@@ -157,12 +163,12 @@ def refuse_several_folders(folder: Path, grid: Grid) -> None:
 
 @together_in("trainer.save_model")
 def one_folder(folder: Path, grid: Grid) -> Path:
-    """The folder into which all ranks save the model: if ranks pass different folders, that of the first rank, since an
-    error might lose the result of a run."""
+    """Return the folder to which all ranks save the model. If the ranks pass different folders, this is the first
+    rank's, with a warning instead of an error, which might lose the trained model."""
     if not (apart := differing_folders(folder, grid.world)):
         return folder
     if grid.first:
-        logger.warning("the folder of the model differs between ranks (%s): %s is used on every rank", apart, folder)
+        logger.warning("the folder of the model differs between ranks (%s): all ranks save to %s", apart, folder)
     return Path(gather_objects(str(folder), grid.world)[0])
 
 
@@ -176,8 +182,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
-    """The path of the newest complete, intact checkpoint in `folder`. Newer checkpoints are skipped with a warning.
-    Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
+    """The path of the newest complete, intact checkpoint in `folder`. Newer checkpoints, which are incomplete
+    or damaged, are skipped with a warning. Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
     flaws = gather_objects({step: flaw_of(path) for step, path in _checkpoints(folder).items()}, group)[0]
     for step in sorted(flaws, reverse=True):
         path = folder / f"checkpoint-{step}"
@@ -203,8 +209,8 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def flaw_of(folder: Path) -> str:
-    """The reason why a checkpoint is incomplete, judged by the names and sizes of its files, or "" if the checkpoint is
-    complete."""
+    """The reason why a checkpoint is incomplete, or "" if it is complete. Checks the names and sizes of its files, and
+    reads trainer_state.json."""
     if not (folder / FOLDER / REST).is_file():
         return f"it has no {FOLDER}/{REST}: its save was interrupted, or a Trainer without a pipeline wrote it"
     name = CHECKPOINT_NAME.fullmatch(folder.name)

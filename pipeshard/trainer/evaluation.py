@@ -27,7 +27,7 @@ class Evaluation(Trainer):
     share_generators: Callable[[Any], None]
     _own_stages: Callable[[], Stages]
     _stages: Stages | None = None
-    _loader: Any = None  # the latest dataloader, whose samples are used for the trace
+    _loader: Any = None  # for the trace: the latest dataloader of training, or the first that was evaluated
     _latest_loader: Any = None  # the latest dataloader that accelerator.prepare has returned
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,8 +48,8 @@ class Evaluation(Trainer):
         if getattr(dataloader, REPLICAS, 1) != 1:
             raise UsageError(
                 "this dataloader distributes its batches over replicas, but every replica must evaluate all batches: "
-                "create it with Trainer's get_eval_dataloader(dataset), or pass a torch DataLoader, prepared inside "
-                "`with self.accelerator.alone():`, instead of one from plugin.prepare_dataloader"
+                "create it with Trainer's get_eval_dataloader(dataset), or pass a torch DataLoader to "
+                "accelerator.prepare inside `with self.accelerator.alone():`. Do not use plugin.prepare_dataloader"
             )
         self.share_generators(dataloader)
         self._loader = dataloader if self._loader is None else self._loader
@@ -70,9 +70,8 @@ class Evaluation(Trainer):
         return replaced(stages.module, generate=stages.boosted.generation)
 
     def _evaluated_together(self) -> AbstractContextManager[None]:
-        """Context manager in which every rank calls compute_loss. If it, or the user's compute_loss_func, reads
-        parameters that some ranks lack, all ranks use the result of the last stage, which holds all parameters that the
-        loss reads."""
+        """Context manager in which every rank calls the user's compute_loss or compute_loss_func. If a rank lacks a
+        parameter that this function reads, all ranks use the last stage's result."""
         is_own = self._overrides_loss or self.compute_loss_func is not None
         if self.pipeline.grid.world.size() == 1 or not is_own:
             return nullcontext()
@@ -85,8 +84,8 @@ class Evaluation(Trainer):
         return replaced(self, compute_loss=together)
 
     def _counted(self) -> AbstractContextManager[None]:
-        """Context manager in which the samples of a stream's last batch are counted before each prediction_step, also
-        before one that the user's class overrides."""
+        """Context manager in which `_count_last` is called before each prediction_step, including one that the user's
+        class overrides."""
         predict: Callable[..., Any] = self.prediction_step
 
         def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +103,7 @@ class Evaluation(Trainer):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
 
     def is_foreign(self, model: Any) -> bool:
-        """Whether this is another model than the Trainer's own, such as an average of its weights or a teacher."""
+        """Whether `model` is not the Trainer's own model. It may be an average of its weights, or a teacher."""
         stages = self._own_stages()
         own = stages, stages.boosted, stages.module, self.model
         return isinstance(model, nn.Module | Stages) and all(model is not one for one in own)
@@ -112,10 +111,10 @@ class Evaluation(Trainer):
     def _agreed(
         self, evaluated: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
     ) -> Any:
-        """Call the callbacks of an evaluation after replacing the numbers in every rank's metrics with those of rank 0.
+        """Replace the numbers in every rank's metrics with those of rank 0, then call the on_evaluate callbacks.
 
-        Ranks stop, save and choose a checkpoint by these numbers, but the user's class may compute some of them on the
-        main process only, and others differ between ranks (times).
+        Each rank uses these numbers to decide when to stop and save, and which checkpoint is the best. But the user's
+        class may compute some of them on the main process only, and times differ between ranks.
         """
         if (world := self.pipeline.grid.world).size() > 1:
             found = denumpify_detensorize(metrics)
@@ -125,8 +124,8 @@ class Evaluation(Trainer):
         return evaluated(args, state, control, metrics, **kwargs)
 
     def _has_loss(self, inputs: Any) -> bool:
-        """Whether transformers' prediction_step computes a loss of these inputs: from labels, or with `return_loss`
-        if the model has none, such as CLIP."""
+        """Whether transformers' prediction_step computes a loss for these inputs: from labels or, if the model takes no
+        labels (such as CLIP), with `return_loss`."""
         if self.label_names:
             return all(inputs.get(name) is not None for name in self.label_names)
         asked = inputs.get("return_loss")
@@ -142,7 +141,7 @@ class Evaluation(Trainer):
         return getattr(own, "__func__", None) is not Trainer.compute_loss
 
     def _count_last(self, inputs: Any) -> None:
-        """Set accelerate's `remainder` to the number of samples in the last batch of a stream.
+        """In the last batch of a stream, set accelerate's `remainder` to the number of samples (0 for a full batch).
 
         Trainer repeats each batch's loss eval_batch_size times. For the last batch, accelerate truncates the repetition
         to `remainder`. accelerate derives `remainder` from the dataset's length, but a stream has no length.
@@ -154,7 +153,7 @@ class Evaluation(Trainer):
         loader.remainder = rows if rows < self.args.eval_batch_size else 0
 
     def generate(self, **inputs: Any) -> Tensor:
-        """Generate tokens with all stages, with the arguments of the model's own `generate`. Call it on every rank."""
+        """Generate tokens with all stages. The arguments are those of the model's `generate`. Call it on every rank."""
         with self._generated_together():
             generate: Any = self._own_stages().eval().module.generate
             tokens: Tensor = generate(**inputs)

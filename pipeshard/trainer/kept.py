@@ -1,9 +1,9 @@
 """Kept: the Python state of a Trainer and its callbacks, compared, restored, and sent to other ranks.
 
 compute_loss runs on the last stage, and may change the Trainer's state. As for a model's code, the changes are found by
-comparison: everything reachable from the Trainer is recorded before the call and compared after the call. This finds
-all changes of attributes, lists, deques, arrays and objects. Changes are sent as plain data with the names of classes.
-Other ranks look up these names among their imported classes; no code is sent.
+comparison: the state that is reachable from the Trainer is recorded before the call and compared after the call.
+Changes are sent as plain data with the names of classes. Other ranks look up these names among their imported classes;
+no code is sent.
 """
 
 import io
@@ -80,7 +80,7 @@ class KeptState(Snapshot):
         ]
 
     def changes(self) -> Iterator[Change]:
-        """Yield the differences from the snapshot. Raises UsageError for changes that cannot be restored or sent."""
+        """Yield the differences from the snapshot. Raises UsageError if the position of an open file has changed."""
         for change in self.replaced():
             if not (change.holder is self.trainer and change.key in NOT_KEPT):
                 yield change
@@ -94,8 +94,8 @@ class KeptState(Snapshot):
             if _position(file) != at:
                 raise UsageError(
                     f"compute_loss reads or writes the open file {_place_name(path)}. In a step, only the last stage "
-                    "calls compute_loss, and a trace cannot undo the write: append to a list instead, and write the "
-                    "list to the file in log() or in a callback"
+                    "calls compute_loss, and a trace cannot undo the access: use a list instead, and read or write the "
+                    "file in log() or in a callback"
                 )
 
     def restore(self) -> None:
@@ -110,8 +110,8 @@ class KeptState(Snapshot):
                 size = change.now.nbytes / 2**20
                 raise UsageError(
                     f"compute_loss modifies {_place_name(change.path)} ({size:.1f} MB) in place before it "
-                    "calls the model, and every rank would have to undo this change: make the change after the call of "
-                    "the model"
+                    "calls the model, and every rank would have to undo this change: make the change after the model "
+                    "call"
                 )
             with torch.no_grad():
                 change.now.data.copy_(mark)
@@ -161,7 +161,7 @@ class KeptState(Snapshot):
         return said
 
     def written(self, value: Any) -> Any:
-        """What compute_loss has returned or logged, as plain data for `adopt`."""
+        """Convert a value that compute_loss has returned or logged to plain data for `adopt`."""
         return self._writer().of(value, "its return value")
 
     def _writer(self) -> "ValueWriter":
@@ -170,7 +170,7 @@ class KeptState(Snapshot):
 
     @staticmethod
     def adopt(trainer: Any, said: tuple[list[Any], Any], device: torch.device) -> Any:
-        """Apply the changes received from another rank, and return the value that this rank has `written`."""
+        """Apply the changes that another rank has `told`, and return the value that the other rank has `written`."""
         changes, value = said
         KeptState.learn(trainer, changes, device)
         return ValueReader(_roots(trainer), device).of(value)
@@ -179,7 +179,7 @@ class KeptState(Snapshot):
     def learn(trainer: Any, said: list[Any], device: torch.device) -> None:
         """Apply the changes received from another rank to this rank's state."""
         reader = ValueReader(_roots(trainer), device)
-        # found before anything is changed: for `put`, the parent of the path's last step
+        # resolve all paths before the first change; for `put`, the path without its last step
         found = [reader.at(path[:-1] if how == "put" else path) for how, path, _ in said]
         values = [
             [reader.of(entry) for entry in content] if how in ("content", "added") else reader.of(content)
@@ -192,7 +192,7 @@ class KeptState(Snapshot):
                 put_content(holder, value)
             elif how == "added":
                 start, *entries = value
-                holder[start:] = entries  # in evaluation, this rank has appended its own
+                holder[start:] = entries  # in evaluation, this rank has already appended its own
             elif isinstance(holder, np.ndarray):
                 holder[...] = value
             else:
@@ -201,7 +201,7 @@ class KeptState(Snapshot):
 
 
 class ValueWriter:
-    """Converts values to plain data. `known` maps ids of objects that other ranks also have to their paths."""
+    """Converts values to plain data. `known` contains the paths, by id, of objects that other ranks also have."""
 
     def __init__(self, known: dict[int, Path], roots: dict[str, Any]) -> None:
         self.known, self.roots, self.numbers = known, roots, dict[int, int]()
@@ -272,7 +272,7 @@ class ValueReader:
         self.made: list[Any] = []
 
     def at(self, path: Any) -> Any:
-        """This rank's object at a path. Raises UsageError if it has none."""
+        """This rank's object at a path. Raises UsageError if this rank has no such object."""
         (_, root), *steps = path
         try:
             return resolve(self.roots[root], (PathStep(*step) for step in steps))
@@ -375,7 +375,8 @@ def _is_own(module: str | None) -> bool:
 
 
 def _is_apart(value: Any) -> bool:
-    """Whether the walk skips a value, because it is a dataset, loader or tokenizer, or belongs to a library."""
+    """Whether the walk skips a value: a dataset, loader, sampler or tokenizer, an object of TRAINER_LIBRARIES, or a
+    class or function that is not the user's own."""
     if isinstance(value, DATA):
         return True
     if isinstance(value, type | FunctionType):
@@ -384,9 +385,12 @@ def _is_apart(value: Any) -> bool:
 
 
 def _changed_by_threads(trainer: Any) -> set[int]:
-    """The ids of the callbacks that threads may change, such as monitors: a running thread is, calls or receives the
-    callback or an object that it holds. The result also contains the ids of the Trainer's attributes whose method a
-    running thread calls, such as transformers' memory tracker."""
+    """The ids of the objects that running threads may change.
+
+    These are callbacks, such as monitors, if the callback or an object in its attributes is a thread, has a method that
+    is the target of a thread, or is an argument of the target. They are also attributes of the Trainer that are threads
+    or have such a method, such as transformers' memory tracker.
+    """
     running = [(thread, getattr(thread, "_target", None)) for thread in threading.enumerate()]
     running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]
     called = {id(thread) for thread, _ in running if thread is not threading.main_thread()}
@@ -407,8 +411,8 @@ def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> 
 
 
 def _added(change: Change) -> list[Any]:
-    """The entries that were appended to a list, if nothing else has changed in it. Only these are sent, so that a
-    history of all steps is not sent in each step."""
+    """The entries that were appended to a list, or [] if the list has changed in another way. If only these entries are
+    sent, a history of all steps is not sent again in each step."""
     if not isinstance(change.holder, list) or len(change.now) <= len(change.before):
         return []
     is_longer = all(map(is_same, change.before, change.now))
@@ -416,8 +420,8 @@ def _added(change: Change) -> list[Any]:
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
-    """A mark that changes with a tensor's values: a copy or, for a large tensor, a sum. None if the tensor is on meta
-    or not strided."""
+    """A mark that changes with a tensor's values: a copy or, for a large tensor without `copies`, a sum. None if the
+    tensor is on meta or not strided."""
     is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
@@ -458,7 +462,7 @@ def _place_name(path: Path) -> str:
 
 
 def _is_of_set(path: Path, roots: dict[str, Any]) -> bool:
-    """Whether a path cannot be resolved, or leads through a set: the order of a set's entries differs between ranks."""
+    """Whether a path cannot be resolved, or leads through a set, whose order may differ between ranks."""
     holder = roots[path[0].key]
     for step in path[1:]:
         if isinstance(holder, MutableSet | frozenset):
@@ -490,14 +494,14 @@ def _found(name: Any) -> Any:
 
 
 def _is_python(value: Any) -> bool:
-    """Whether a value is a plain value of Python or torch, and not one of numpy, of which only the bytes are sent."""
+    """Whether a value is a plain Python or torch value. False for numpy's scalars, which are sent as bytes."""
     return isinstance(value, PLAIN) and not isinstance(value, np.generic)
 
 
 def _not_sent(where: str, value: Any) -> UsageError:
     what = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else f"a {type(value).__name__}"
     return UsageError(
-        f"compute_loss changes {where}, which holds {what}: the last stage runs compute_loss, and cannot send this "
-        "value to the other ranks. Keep tensors, arrays, numbers, strings, collections of these, or objects of a class "
-        "that every rank can import"
+        f"the last stage runs compute_loss and sends changed state and results to the other ranks, but {where} holds "
+        f"{what}, which cannot be sent: use tensors, arrays, numbers, strings, collections of these, or objects of a "
+        "class that every rank can import"
     )

@@ -1,13 +1,13 @@
 """Objective: a Trainer's own compute_loss as a criterion of the pipeline.
 
 Before a step, compute_loss is called on every rank to record the inputs that it passes to the model. In the step, the
-last stage calls compute_loss as the pipeline's criterion. The model is replaced by a placeholder that returns the
-pipeline's outputs. Other effects of compute_loss (such as metrics) are sent to the other ranks. In a trace or a trial,
-only the loss is used, and other effects are discarded.
+last stage calls compute_loss as the pipeline's criterion, with a placeholder for the model that returns the pipeline's
+outputs. Other effects of compute_loss (such as metrics) are then sent to the other ranks. In a trace or a trial, only
+the loss is used, and other effects are discarded.
 
 The loss of TRL's DPOTrainer includes a run of a second model, the reference, but a pipeline runs one model in a step.
 The reference's log-probabilities are therefore computed before the step (by the reference's own stages, or by the
-model's stages without adapters) and added to the batch. compute_loss reads them as TRL's precomputed log-probabilities.
+model's stages without adapters) and added to the batch. compute_loss then runs with precompute_ref_logps=True.
 """
 
 import copy
@@ -75,16 +75,16 @@ class Resized(TraceError):
 
 @dataclass
 class Gathering:
-    """Whether compute_loss has gathered values from other replicas, also in a trace or a trial, and the number of steps
-    since then."""
+    """Whether compute_loss has gathered values from other replicas (in a step, a trace or a trial), and the number of
+    steps since then."""
 
     is_seen: bool = False
     steps: int = 0
 
     @property
     def is_compared(self) -> bool:
-        """Whether a step compares the loss with a loss without gathered values: the first steps, and steps whose number
-        is a power of two."""
+        """Whether this step compares the loss with a loss without gathered values: in the first steps and, after that,
+        if the number of steps is a power of two."""
         return self.is_seen and is_sampled(self.steps)
 
 
@@ -114,7 +114,7 @@ class Objective:
         made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
         made._kind = self._kind
         made._sizes, made._reached = dict(self._sizes), self._reached
-        made._gathering = self._gathering  # shared, since a trial shows that compute_loss gathers
+        made._gathering = self._gathering  # shared, since a trial may find that compute_loss gathers
         return made
 
     @property
@@ -147,7 +147,7 @@ class Objective:
         names with the prefix FOR_CRITERION.
 
         compute_loss receives copies of the tensors, since the step calls it again with the batch. If it has written to
-        a tensor that the model receives, the result contains both values.
+        a tensor that the model receives, the result contains the tensor before and after.
         """
         trainer, before = self.trainer, random_state()
         if self._kept is None or any(self._kept.changes()):
@@ -165,8 +165,8 @@ class Objective:
             if self.added and errors:
                 raise UsageError(
                     "compute_loss reads parameters of other stages before it calls the model with "
-                    f"{', '.join(sorted(self.added))}, which may depend on them: read the parameters after the call of "
-                    "the model, or compute these inputs in the data collator"
+                    f"{', '.join(sorted(self.added))}, which may depend on them: read the parameters after the "
+                    "model call, or compute these inputs in the data collator"
                 ) from errors[0]
             as_given = called.inputs.keys() - self.added
             passed = called.inputs | {name: inputs[name] for name in as_given if called.inputs[name] is given[name]}
@@ -184,7 +184,7 @@ class Objective:
         """The loss in a trace or a trial, without other effects of compute_loss.
 
         If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes may
-        have inputs with inconsistent sizes. In that case, a sum of outputs replaces the loss.
+        pass tensors with inconsistent sizes. The sum of the outputs that the loss depends on then replaces the loss.
         """
         leaves, kept = tree_tensors(outputs), KeptState(self.trainer, copies=True)
         try:
@@ -219,8 +219,8 @@ class Objective:
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The loss in a step, on the last stage, with all other effects of compute_loss.
 
-        compute_loss uses the same random numbers as in one process. A UsageError is raised at the end of the step, on
-        every rank.
+        compute_loss uses the same random numbers as in one process. If it raises UsageError, every rank raises
+        UsageError at the end of the step.
         """
         if self._pipeline is None:
             return self(outputs, inputs)
@@ -236,8 +236,8 @@ class Objective:
             self._random = random_state()
             if muted is not None and not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
                 raise UsageError(
-                    f"compute_loss returns {loss.item()}, or {muted.item()} without gathering from other ranks: "
-                    "compute the loss from only the batch and the model's outputs"
+                    f"compute_loss returns {loss.item()}, but {muted.item()} without gathering from other ranks: "
+                    "compute the loss only from the batch and the model's outputs"
                 )
             return loss
         except UsageError as error:
@@ -248,8 +248,8 @@ class Objective:
             set_random_state(before)
 
     def _share(self, pipeline: Pipeline) -> None:
-        """Send to all ranks the changes that compute_loss has made on the last stage, and report on all ranks what it
-        has logged. If compute_loss failed, every rank raises UsageError."""
+        """Send to all ranks the changes that compute_loss has made on the last stage, and report its logs on all ranks.
+        A UsageError of compute_loss, or for a change that cannot be sent, is raised on every rank."""
         kept, self._kept = self._kept, None
         is_last, logs = dist.get_rank() == pipeline.last_rank, self._logs
         said: Any = None
@@ -276,8 +276,8 @@ class Objective:
         self.trainer.report_logs(logs)
 
     def _loss(self, outputs: Any, inputs: Mapping[str, Any], is_trial: bool = False) -> Tensor:
-        """Call compute_loss. If the forward runs under autocast, compute_loss runs outside of it, on outputs in fp32:
-        in one process, accelerate wraps only the forward."""
+        """Call compute_loss. If the forward runs under autocast, compute_loss runs without autocast, on outputs in
+        fp32: in one process, accelerate also runs only the forward under autocast."""
         trainer = self.trainer
         outside: AbstractContextManager[object] = nullcontext()
         if trainer.autocasts:
@@ -307,7 +307,7 @@ def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: 
     except UsageError as error:
         failure = error
     except Exception as error:
-        if not errors or isinstance(error, PipeshardError):  # otherwise, compute_loss may have refused a NaN
+        if not errors or isinstance(error, PipeshardError):  # otherwise, the cause may be a missing parameter's NaN
             raise
     failure = errors[0] if errors else failure
     if not bool(gather(torch.tensor(int(failure is not None)), world).any()):
@@ -368,16 +368,17 @@ class Answer(Asking):
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
                 f"compute_loss passes to the model values of {', '.join(sorted(other))} that differ from those in the "
-                "batch: change these values in the data collator instead"
+                "batch, but the pipeline runs the model on the batch: change the values in the data collator instead"
             )
         anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}
         if self.is_trial and (other := [name for name, pair in anew.items() if not _is_same_size(*pair)]):
             raise Resized(f"compute_loss changes the size of {', '.join(other)} in the batch")
         if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):
             raise UsageError(
-                f"the values of {', '.join(other)} that compute_loss passes to the model differ between its calls "
-                "before the step (for all batches of a gradient accumulation window) and in the step. Compute these "
-                "values in the data collator, or without random numbers and without state that compute_loss changes"
+                "compute_loss is called for each batch of a gradient accumulation window before the step, and again in "
+                f"the step, but passes different values of {', '.join(other)} to the model in these calls. Compute "
+                "these values in the data collator, or without random numbers and without state that compute_loss "
+                "changes"
             )
         self.was_called = True
         return self.outputs
@@ -411,7 +412,7 @@ def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
     return {root, *((node, number) for each in nodes for node, number in each.next_functions if node is not None)}
 
 
-CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  # for B pairs, and for 2B rows
+CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  # B, B and 2B values for B pairs
 
 
 class Preferences:

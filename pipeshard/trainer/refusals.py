@@ -28,12 +28,14 @@ REFUSED = {
         "PipelinePlugin(offload='activations') instead"
     ),
     "parallelism_config": "set PipelinePlugin(dp_size=..., tp_size=..., ep_size=...) instead",
-    "auto_find_batch_size": "one stage may run out of memory alone: find a batch size with `pipeshard plan`",
+    "auto_find_batch_size": (
+        "a stage that runs out of memory would change its batch size alone: find a batch size with `pipeshard plan`"
+    ),
     "fp16_full_eval": _FULL,
     "bf16_full_eval": _FULL,
-    "optim": "it updates weights inside of backward, before gradients are summed or clipped: use another optimizer",
+    "optim": "it updates weights during the backward, before gradients are summed or clipped: use another optimizer",
     "use_liger_kernel": "its kernels have not been verified in a pipeline: remove it",
-    "debug": "its hooks need values that a stage lacks: PipelinePlugin(check_finite=True) finds non-finite values",
+    "debug": "its hooks need values of other stages: use PipelinePlugin(check_finite=True) to find non-finite values",
     "use_legacy_prediction_loop": "a pipeline supports only evaluation_loop: remove it",
     "past_index": "stages keep no state between batches: remove it",
     "jit_mode_eval": "torch.jit does not trace stages: remove it",
@@ -45,13 +47,13 @@ REFUSED = {
     "sync_ref_model": "it averages the full parameters of two models, which no rank holds: remove it",
     "accelerator_config.dispatch_batches": "every rank reads its own batches: remove it",
 }
-# By argument: whether a value is refused. Without an entry here, every truthy value is.
+# By argument: whether a value is refused. For arguments without an entry, every truthy value is refused.
 SOME: dict[str, Callable[[Any], bool]] = {
     "optim": lambda value: "lomo" in str(value).lower() or "layerwise" in str(value).lower(),
     "past_index": lambda value: value >= 0,
     "train_sampling_strategy": lambda value: value == "batch_rebalance",
 }
-# Arguments that a single process supports, since there are no other ranks that could differ from it.
+# Arguments that are supported in a world of one process.
 OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches")
 
 
@@ -90,12 +92,12 @@ def refuse_precision(mixed_precision: str, name: str) -> None:
 
 
 def refuse_prepared(loader: Any, where: str) -> None:
-    """Raise UsageError for a loader that divides its samples and keeps its position itself, as a Trainer also does."""
+    """Raise UsageError for a loader of `prepare_dataloader`, since a Trainer distributes the samples itself."""
     if isinstance(loader, ResumableDataLoader):
         raise UsageError(
-            f"{where} a dataloader from plugin.prepare_dataloader, which divides the samples among the replicas and "
-            "keeps its position itself. A Trainer does so in its own way: it would divide the samples again, or repeat "
-            "and skip some in a resumed run. Use self.accelerator.prepare(DataLoader(dataset, ...)) with a torch "
+            f"{where} a dataloader from plugin.prepare_dataloader, which distributes the samples among the replicas "
+            "and keeps its position. A Trainer also does both: it would distribute the samples again, or repeat some "
+            "and skip others in a resumed run. Use self.accelerator.prepare(DataLoader(dataset, ...)) with a torch "
             "DataLoader, or pass train_dataset"
         )
 
@@ -124,8 +126,8 @@ def refuse_blank_reference(model: Any, given: Iterable[Any]) -> None:
 
 @contextmanager
 def refusing_resize(model: nn.Module, name: str) -> Iterator[None]:
-    """Context manager for the constructor of a Trainer called `name`, which may not resize the embeddings of a `model`
-    on meta, as TRL does to add the tokens of another model's chat template."""
+    """Context manager for the constructor of a Trainer called `name`. It raises ConfigurationError if the constructor
+    resizes the embeddings of a `model` on meta, as TRL does to add the tokens of another model's chat template."""
     resize = getattr(model, "resize_token_embeddings", None)
     if resize is None:
         yield
@@ -169,7 +171,7 @@ def refuse_class(kind: type) -> None:
 
 
 _GENERATES = (
-    "it generates with the whole model, from other prompts on each process. In a callback of your own, call "
+    "it generates with the whole model, from different prompts on each process. In your own callback, call "
     "trainer.generate(...) on every rank with the same prompts, and log the completions on rank 0"
 )
 _AVERAGES = "it averages the full weights, which no rank holds: remove it"
@@ -194,8 +196,8 @@ def refuse_callback(callback: Any, name: str, config: PipelineConfig) -> None:
 
 
 def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
-    """The PipelinePlugin arguments with which the `window` batches of a window are split into the requested number of
-    microbatches in total. Raises ConfigurationError if this number is not a multiple of `window`."""
+    """Return the PipelinePlugin arguments that split each of the `window` batches of a window. The num_microbatches of
+    `config` is the total of all batches. Raises ConfigurationError if it is not a multiple of `window`."""
     if config.microbatch_size is not None:
         return {"microbatch_size": config.microbatch_size, "num_microbatches": None}
     if config.is_ragged:

@@ -59,8 +59,8 @@ class Rollouts:
         if (tokens := self.pipeline.config.microbatch_tokens) is not None:
             raise ConfigurationError(
                 f"{type(self).__name__} does not support microbatch_tokens={tokens}: its loss joins prompts and "
-                "completions of the whole batch's length, but microbatches would be trimmed. Omit it: each "
-                "accumulation step is then a microbatch, or pass num_microbatches or microbatch_size"
+                "completions with the padding of the whole batch, but microbatches would have less padding. Omit it, "
+                "so that each accumulation step is a microbatch, or pass num_microbatches or microbatch_size"
             )
         self._count_replicas()
 
@@ -74,26 +74,26 @@ class Rollouts:
         )
         if args.generation_batch_size % args.num_generations:
             raise ConfigurationError(
-                f"the generation batch size {told} is not a multiple of num_generations={args.num_generations}: stages "
-                "of a pipeline are not counted as processes. Choose a multiple of num_generations"
+                f"the generation batch size {told} is not a multiple of num_generations={args.num_generations}. Stages "
+                "of a pipeline do not count as processes. Change one of these arguments"
             )
         evaluated, each = args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations
         if args.do_eval and args.eval_strategy != "no" and evaluated % each:
             raise ConfigurationError(
-                f"per_device_eval_batch_size={evaluated} is not a multiple of the {each} generations per prompt: "
-                f"stages of a pipeline are not counted as processes. Choose a multiple of {each}"
+                f"per_device_eval_batch_size={evaluated} is not a multiple of the {each} generations per prompt. "
+                f"Stages of a pipeline do not count as processes. Choose a multiple of {each}"
             )
         if self.pipeline.grid.first and counted != args.generation_batch_size:
             logger.warning(
-                "the generation batch size is %s; TRL computed %d because it counts stages as processes. If you set "
-                "generation_batch_size, set steps_per_generation instead",
+                "the generation batch size is %s; TRL computed %d because it counts stages as processes. If you have "
+                "set generation_batch_size, set steps_per_generation instead",
                 told,
                 counted,
             )
 
     def boosted_model(self, model: Any) -> Any:
-        """Return the stages of a model. A reward model is returned unsplit. The ranks that compute rewards move it to
-        their own device."""
+        """Return the stages of a model. A reward model is returned unsplit, and moved to the device of each rank
+        that computes rewards."""
         if any(model is one for one in self.reward_funcs):
             assert isinstance(model, nn.Module)
             return model.to(self.args.device) if self._computes_rewards else model

@@ -38,7 +38,7 @@ REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among wh
 
 
 class Boosts(Protocol):
-    """Turns models and optimizers into stages."""
+    """A Trainer that splits models into stages, and returns the optimizer of its own stages."""
 
     _latest_loader: Any
 
@@ -53,10 +53,10 @@ class PipelineAccelerator(Accelerator):
     grid: Grid
     trainer: Boosts
     is_alone: bool
-    is_muted: bool  # whether gathers return unused ones instead of communicating
+    is_muted: bool  # whether gathers return a placeholder instead of communicating
     is_last_call: bool  # whether this is the last call of compute_loss in a step
-    gathers: int = 0  # the number of calls that gather from other replicas, also of muted ones
-    uneven: str  # the argument with which replicas call compute_loss different numbers of times in this step, or ""
+    gathers: int = 0  # the number of calls that gather from other replicas, including muted calls
+    uneven: str  # if replicas call compute_loss different numbers of times in this step: the argument that causes it
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
@@ -141,13 +141,13 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def _refuse_uneven(self) -> None:
-        """Raise UsageError in a step in which other replicas may gather a different number of times. In its last call
-        of compute_loss, every replica gathers once."""
+        """Raise UsageError in a step in which replicas call compute_loss different numbers of times, except in the last
+        call, which exists on every replica."""
         if self.uneven and not self.is_last_call:
             raise UsageError(
-                f"compute_loss gathers values from {self.num_processes} replicas in every call, but with {self.uneven} "
-                "replicas have different numbers of microbatches, so one would wait forever: pass num_microbatches "
-                "instead, or train one replica (with pp_size, tp_size or ep_size, all ranks)"
+                f"compute_loss gathers values from {self.num_processes} replicas in every call, but with "
+                f"{self.uneven}, replicas have different numbers of microbatches, so some would wait forever: pass "
+                "num_microbatches instead, or train one replica (use all ranks for pp_size, tp_size or ep_size)"
             )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -194,7 +194,7 @@ class PipelineAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """Clip by the norm of the full model, and return this norm. If `max_norm` is inf, do not clip. Raises
-        UsageError, on every rank, if `parameters` are only some of the model's."""
+        UsageError, on every rank, if `parameters` lack a trained parameter that has a gradient."""
         optimizer = self.trainer.boosted_optimizer(None)
         self._refuse_some([parameters] if isinstance(parameters, Tensor) else parameters, optimizer)
         if max_norm == float("inf"):
@@ -234,7 +234,7 @@ def _ones(tensor: Tensor) -> Tensor:
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """An output of a forward under autocast as accelerate returns it: in fp32 if it has 16 bits."""
+    """Cast an output of a forward under autocast as accelerate does: from fp16 or bf16 to fp32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -246,8 +246,8 @@ CLASS = ""  # in the dict that is sent for a named tuple, the key of the class's
 
 
 def _without_classes(value: Any) -> Any:
-    """A model's output as it is sent: an OrderedDict for each ModelOutput and each named tuple in it, since the class
-    of an object is not sent."""
+    """Replace each ModelOutput and each named tuple in a model's output with an OrderedDict, since the class of an
+    object is not sent."""
     if isinstance(value, OrderedDict):
         return OrderedDict((name, _without_classes(part)) for name, part in value.items())
     if isinstance(value, tuple) and is_namedtuple_instance(value):
@@ -259,8 +259,8 @@ def _without_classes(value: Any) -> Any:
 
 
 def _with_classes(value: Any) -> Any:
-    """Inverse of `_without_classes`, but every OrderedDict with string keys becomes a ModelOutput, and each kind
-    of named tuple a new class."""
+    """Inverse of `_without_classes`, but every OrderedDict with string keys becomes a ModelOutput, and named tuples
+    become instances of new classes."""
     if type(value) in (list, tuple):
         return type(value)(map(_with_classes, value))
     if not isinstance(value, dict):
@@ -274,7 +274,7 @@ def _with_classes(value: Any) -> Any:
 
 @cache
 def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
-    """The class of a named tuple, the same in each batch, so that trees of two batches have the same structure."""
+    """The class of a named tuple. It is the same in each batch, so that the pytrees of two batches are alike."""
     return namedtuple(name, fields)
 
 
@@ -306,7 +306,7 @@ class Stages(StandIn):
         self.loss_only = False  # whether an evaluation needs only the loss
 
     def optimize(self, optimizer: Any) -> None:
-        """Boost an optimizer of the full model: it becomes the optimizer of this rank's part of the model."""
+        """Boost an optimizer of the full model. It then updates this rank's part of the model."""
         _, self.optimizer, *_ = self.plugin.configure(self.boosted, optimizer)
 
     def step(self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float) -> Tensor:

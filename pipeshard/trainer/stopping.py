@@ -16,8 +16,8 @@ except ImportError:  # transformers 4
 
 class StopTogether(JITCheckpointCallback):
     """Saves and stops after a step in which any rank has received a termination signal. transformers' own callback
-    saves on each rank when the signal arrives there: ranks may save at different steps, and between a step's gradients
-    and its update, so that a resumed run would repeat the step with other random numbers."""
+    saves on each rank when the rank receives the signal. Ranks may then save at different steps, or between a step's
+    backward and update, and a resumed run would repeat this step with different random numbers."""
 
     def __init__(self, own: Any, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -31,19 +31,19 @@ class StopTogether(JITCheckpointCallback):
         if gather(torch.tensor(int(self.jit_manager.is_checkpoint_requested)), self.group).any():
             self.jit_manager.is_checkpoint_requested, self.is_stopping = False, True
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # the evaluation would come before the save, and may take too long
+            control.should_evaluate = False  # the evaluation would run before the save, and may take too long
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_stopping:
             control.should_save = control.should_evaluate = False
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: other ranks may be at another point of the step."""
+        """Do nothing. transformers' callback would save here, but other ranks may be at another point of the step."""
 
     on_pre_optimizer_step = on_step_begin
 
 
 def stop_together(trainer: Trainer, group: dist.ProcessGroup) -> None:
-    """Replace a Trainer's callback for enable_jit_checkpoint by one that agrees with all ranks of `group`."""
+    """Replace a Trainer's callback for enable_jit_checkpoint with a StopTogether for all ranks of `group`."""
     if own := trainer.pop_callback(JITCheckpointCallback):
         trainer.add_callback(StopTogether(own, group))

@@ -6,7 +6,7 @@
     Loop                  between the user's class and transformers.Trainer: runs the steps on stages of the model
 
 Methods that the user's class overrides are therefore called as usual, and its `super()` calls reach the pipeline. The
-loop, callbacks, logs, schedules and files are still Trainer's. A gradient accumulation window is one pipeline step.
+training loop, callbacks, logs and LR schedules are Trainer's own. A gradient accumulation window is one pipeline step.
 """
 
 from collections.abc import Callable, Mapping
@@ -78,9 +78,9 @@ class Loop(Evaluation):
     _held: tuple[dict[str, Any], ...] = ()  # the batches of an incomplete window
     _num_items: Any = None  # the number of items in the latest window
     _before: Stamps | None = None  # the files that were in the folder before the latest save of the model
-    _begins: bool = False  # whether train() has begun, but has not created its dataloader
-    _left: Written | None = None  # the trained parameters after the latest batch
-    _begun_at: int | None = None  # the step at which train() has begun
+    _begins: bool = False  # whether train() has begun, but not yet created its dataloader
+    _left: Written | None = None  # detects writes to trained parameters since the latest batch
+    _begun_at: int | None = None  # the step at which train() began
     _unreported: list[Any] | None = None  # logs of the running compute_loss that callbacks have not received
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ class Loop(Evaluation):
         super().add_callback(callback)
 
     def create_accelerator_and_postprocess(self) -> None:
-        self.args._n_gpu = min(self.args.n_gpu, 1)  # otherwise, Trainer's batches are those of DataParallel
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # otherwise, Trainer multiplies its batch size by the number of GPUs
         super().create_accelerator_and_postprocess()
         refuse_class(type(self))
         refuse(self.args, self.pipeline.config, type(self).__name__)
@@ -162,7 +162,7 @@ class Loop(Evaluation):
 
     @property
     def _precision(self) -> dict[str, Any]:
-        """The plugin's precision, or otherwise that of the arguments or of `accelerate launch`, under autocast."""
+        """The plugin's precision. If it is fp32: the mixed precision of the arguments or `accelerate launch`."""
         config, mixed = self.pipeline.config, self.accelerator.mixed_precision
         if config.precision == "fp32" and mixed in ("bf16", "fp16"):
             return {"precision": mixed, "autocast": True}
@@ -174,12 +174,12 @@ class Loop(Evaluation):
         return bool(self._precision["autocast"])
 
     def _sample(self) -> Any:
-        """The first samples, or None if there are no samples. Random generators are not advanced."""
+        """The first samples, or None if they cannot be read. Random generators are not advanced."""
         with Draws.from_here(self.pipeline.grid.device):
             return None if self._loader is None else first_samples(self._loader)
 
     def _as_given(self, sample: Any) -> Any:
-        """A batch of the collator in the form in which the training loop will pass it to the model."""
+        """Convert a batch of the collator to the form in which the training loop passes it to the pipeline."""
         if not isinstance(sample, Mapping):
             return sample
         return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
@@ -195,7 +195,7 @@ class Loop(Evaluation):
         if made is None:
             raise UsageError("pipeshard splits the optimizer when train() starts: use it during or after train()")
         if optimizer is not None and optimizer not in (made, made.optim):
-            raise UsageError(f"this {type(optimizer).__name__} is not the optimizer of the trained model")
+            raise UsageError(f"this {type(optimizer).__name__} is not the Trainer's optimizer: use trainer.optimizer")
         return made
 
     # data
@@ -232,7 +232,7 @@ class Loop(Evaluation):
                 f"the training data ended after {len(self._held)} batches of a gradient accumulation window with "
                 f"gradient_accumulation_steps={self.args.gradient_accumulation_steps}, and a dataset without a length "
                 "does not show in advance which batch is the last. Pass a dataset with a length, let the stream end "
-                "with a full window, or repeat the samples without an end and set max_steps"
+                "with a full window, or make it endless and set max_steps"
             )
         if self._held:
             raise UsageError(
@@ -244,7 +244,7 @@ class Loop(Evaluation):
         return super().get_batch_samples(*args, **kwargs)
 
     def _refuse_unsavable(self) -> None:
-        """After the first step, raise CheckpointError if the Trainer will save the optimizer's state, but cannot."""
+        """After the first step, raise CheckpointError if the Trainer would fail to save the optimizer's state later."""
         if self._begun_at is None:
             self._begun_at = self.state.global_step
         if self._saves and not self.args.save_only_model and self.state.global_step == self._begun_at + 1:
@@ -305,7 +305,7 @@ class Loop(Evaluation):
         return self.step_held() if self.accelerator.sync_gradients else torch.zeros((), device=self.args.device)
 
     def step_held(self) -> Tensor:
-        """Run one step on the batches that were kept."""
+        """Run one step on the batches that `training_step` has kept."""
         stages, objective = self._own_stages(), self._objective
         set_training(self.optimizer)
         window, self._held = self._held, ()
@@ -313,7 +313,7 @@ class Loop(Evaluation):
             return stages.step(window, objective, self._weight(self._num_items)).to(self.args.device)
 
     def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
-        """The inputs of the model for a batch."""
+        """Convert a batch to the pipeline's inputs: the model's and, with an objective, those of compute_loss."""
         if self._objective is not None:
             return self._objective.called_with(self.with_reference(inputs, is_sample))
         accepts = self.model_accepts_loss_kwargs and num_items is not None
@@ -389,7 +389,7 @@ class Loop(Evaluation):
         save_state(Path(output_dir), boosted, optimizer, self.lr_scheduler, step, self._before or {})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Does nothing: `_load_optimizer_and_scheduler` loads the checkpoint later, when the stages exist."""
+        """Do nothing: `_load_optimizer_and_scheduler` loads the checkpoint later, when the stages exist."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -431,7 +431,7 @@ class Front:
             self._construct(model, args, kwargs)
 
     def _construct(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Construct the Trainer of a model on meta, whose adapters it may add."""
+        """Construct the Trainer of a model on meta. The Trainer's constructor may add adapters to the model."""
         config = kwargs.get("peft_config")
         if config is None:  # TRL may add a reference adapter to the model's adapters
             with adding(model) if is_of_peft(model, "PeftModel") else nullcontext():
@@ -448,8 +448,7 @@ class Front:
         put_adapters(model, config, put)
 
     def _noted(self, make: Callable[[], Any]) -> Any:
-        """Record the dataloader, which the user's class may have created. Share the generators of train()'s first
-        one."""
+        """Create and record the dataloader. For the first one of `train`, also share the generators of its data."""
         self._latest_loader = None
         loader = make()
         refuse_prepared(loader, "get_train_dataloader returns")

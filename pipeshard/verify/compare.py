@@ -30,7 +30,7 @@ ATTRIBUTE_DEPTH = 3  # levels of nested lists and dicts that are compared in an 
 class Comparison:
     """Compares values, counts the comparisons, and raises Different for a difference.
 
-    With `fine`, comparisons have the precision of fp64.
+    With `fine`, the tolerance is that of fp64.
     """
 
     fine: bool = False
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """State that forwards may have left on a module, other than parameters and buffers."""
+    """A module's attributes, except parameters, buffers and submodules. Forwards may have left state in them."""
     own = nn.Module().__dict__.keys()
     return {name: value for name, value in vars(module).items() if name not in own and name != "forward"}
 
@@ -297,7 +297,7 @@ def recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[N
             calls[name] += 1
             result = forward(*args, **kwargs)
             leaves = tree_leaves(result)
-            if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):  # a trace
+            if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):  # on meta: a trace
                 copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
                 results[*call, microbatches[call]] = copies
                 microbatches[call] += 1

@@ -46,7 +46,7 @@ SECONDS = 5.0  # time limit of verify="auto"
 SECONDS_OF_LARGE = 60.0  # time limit if a smaller copy is proven instead of a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
 SHARE = 0.1  # share of the free memory that verify="auto" may allocate
-COPIES = 6, 4  # copies of the parameters (models, gradients, Adam's state): per replica, and in addition to these
+COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, and for any number of them
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 ACROSS = (
     "Every value that crosses a cut must be an argument or a result of a unit: change the forward at that point, or "
@@ -98,11 +98,13 @@ def prove_at_boost(
     criterion: Criterion | None,
     sample: Batch,
 ) -> str:
-    """Prove a model on the first rank, if `config.verify` requests it. Call it on every rank before sharding.
+    """Prove a model on the first rank, if `config.verify` requests it or inside `alone()`. Call it on every rank before
+    sharding.
 
-    Returns a message that describes how slices of padded samples differ from whole samples, or "" if they match. On all
-    ranks, raises VerificationError if the split model differs or samples depend on each other, BatchError if a
-    microbatch does not run by itself, ConfigurationError if slices could not be compared, and Proven inside `alone()`.
+    Returns a message that describes how slices of padded samples differ from whole samples, or "" if no difference was
+    found. On all ranks, raises VerificationError if the split model differs or samples depend on each other, BatchError
+    if a microbatch does not run by itself, ConfigurationError if slices could not be compared, and Proven inside
+    `alone()`.
     """
     if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
         _warn_of_batch_norms(model, trains=optimizer is not None)
@@ -135,7 +137,7 @@ def prove_at_boost(
         seconds = (SECONDS_OF_LARGE if large or is_cut else SECONDS) if auto else None
 
         def compare(tried: Sequence[Batch]) -> Proof:
-            """Prove on the first of these batches on which the model runs. If there is none, the reason is that of the
+            """Prove on the first of these batches on which the model runs. If it runs on none, return the Proof of the
             first batch."""
             first, remaining = Proof(UNPROVEN), seconds
             for batch in tried:
@@ -268,8 +270,8 @@ def _remedies(sample: Batch) -> str:
 
 
 def _other_dims(sample: Batch) -> dict[str, int]:
-    """A `batch_dims` with dimension 1 for all leaves that are split along dimension 0. It is empty unless dimension 1
-    of all these leaves has the same size above 1."""
+    """Return a `batch_dims` with dimension 1 for all leaves that are split along dimension 0. It is empty unless
+    dimension 1 has the same size, above 1, in all these leaves."""
     leaves = zip(sample.paths, sample.leaves, sample.row_dims, strict=True)
     cut = {path: leaf for path, leaf, dim in leaves if dim == 0 and isinstance(leaf, Tensor)}
     sizes = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in cut.values()}
@@ -277,7 +279,8 @@ def _other_dims(sample: Batch) -> dict[str, int]:
 
 
 def _say(proof: Proof, name: str, split: str, is_asked: bool) -> None:
-    """Log the proof of a model that is `split` into stages or microbatches. `is_asked`: whether verify=True."""
+    """Log the result of a proof. `split` says how the model is split, such as "split into stages". `is_asked` is
+    whether verify=True."""
     for moving in proof.moving:
         logger.warning("%s in microbatches does not exactly match the model on the whole batch: %s", name, moving)
     if proof.kind == EXACT:
@@ -337,7 +340,7 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
         nonlocal told
         if time.monotonic() - told > TELL_PERIOD:
             NOW.start("the proof")
-            with disable_current_modes():  # the proof's modes
+            with disable_current_modes():  # without the proof's modes
                 gather(torch.tensor(0), grid.world)
             told = time.monotonic()
 

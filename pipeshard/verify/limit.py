@@ -18,8 +18,8 @@ class TooMuch(Unproven):
 
 
 class Limit:
-    """The time limit of a proof in seconds (None: no limit). `note` is called at each check. `step` is the duration of
-    a step of the unsplit model in seconds."""
+    """The time limit of a proof in seconds (None: no limit). `tick` checks it and calls `note`. `step` is the duration
+    of a step of the unsplit model in seconds."""
 
     def __init__(self, seconds: float | None, note: Callable[[], None]) -> None:
         self.start, self.seconds, self.until, self.note = time.perf_counter(), seconds, seconds, note
@@ -78,8 +78,8 @@ class Limit:
             self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 
     def remove(self) -> None:
-        """Remove the limit. It is called after a difference was found: the proof must then determine whether rounding
-        is the cause."""
+        """Remove the limit. Called after a difference is found: the proof must then determine whether rounding is the
+        cause."""
         self.until = None
 
 

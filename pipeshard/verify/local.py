@@ -41,8 +41,8 @@ class Unproven(Exception):
 
 
 class LocalRank:
-    """One rank: a copy of the model that the engine traces with `trace` and splits, as in a separate process. A list of
-    cuts does not fit a smaller copy (`is_smaller`)."""
+    """One rank: a copy of the model that the engine traces with `trace` and splits, as in a separate process. For a
+    smaller copy (`is_smaller`), a list of cuts is replaced with partition="uniform"."""
 
     def __init__(
         self,
@@ -122,7 +122,8 @@ class LocalPipeline:
         return self.ranks[replica * self.num_stages + self.placement[-1]]
 
     def of(self, name: str, replica: int = 0) -> LocalRank:
-        """The rank of a replica that holds the parameter, buffer or module part of this name."""
+        """The rank of a replica that has the current value of a parameter, buffer or other state, by name. A name that
+        ends with a dot is that of a module."""
         return self.ranks[replica * self.num_stages + self.policy.ownership.owner(name)]
 
     def named(self, rank: LocalRank) -> str:
@@ -160,7 +161,7 @@ class LocalPipeline:
         return self.last().pipeline.ran[0].flow
 
     def boost(self) -> None:
-        """Wrap the optimizers of all ranks."""
+        """Wrap the optimizer of each rank."""
         self._run(lambda rank: self.ranks[rank].boost())
 
     def trained(self, rank: LocalRank) -> dict[str, nn.Parameter]:

@@ -1,6 +1,6 @@
 """Passed: the transformers classes that docs/parity.md shows as exact, for the transformers version of that page.
 
-`make parity` writes passed.json. Any of the classes may be different in another minor version of transformers.
+`make parity` writes passed.json. In another minor version of transformers, the result for a class may differ.
 """
 
 import functools

@@ -37,7 +37,7 @@ logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 STEPS_LEFT = 4  # smallest number of steps of a proof after its first one
 STEPS_OF_PROOF = 6  # duration of a proof after its first step if nothing differs, in steps of the unsplit model
-COPY_REMEDY = "To have it checked, hold the object outside of the model and criterion, or give its class a __deepcopy__"
+COPY_REMEDY = "To check it, keep this object outside of the model and criterion, or give its class a __deepcopy__"
 BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
     "or in the criterion",
@@ -48,13 +48,13 @@ BEGINS = {
 @dataclass(frozen=True)
 class Proof:
     """The result of a proof: `kind` is "exact", "compared in part", "different" or "unproven" (the last two have a
-    `reason`). `counts` has the number of comparisons of each kind; `but` lists comparisons that were not made.
+    `reason`). `counts` contains the number of comparisons of each kind; `but` lists comparisons that were not made.
 
     `refused`: whether the reason is an error that training may also raise. `coupled`: whether samples depend on each
     other, so that microbatches do not give the result of the batch. `moving`: state that changes with each microbatch,
     as in gradient accumulation. `dependent`: whether a microbatch does not run by itself, because of the error `cause`.
     `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
-    with padding differ from whole samples. `remedy`: what makes an unproven model provable, if this is known.
+    with padding differ from whole samples. `remedy`: advice for an unproven model, or "".
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Proof:
 @dataclass(frozen=True)
 class Large:
     """The reason why a model is not proven at its own size. The parameters of a smaller copy may take at most `most`
-    bytes in fp32. `fits` is whether there is enough memory to run a few samples through the model itself."""
+    bytes in fp32. `fits`: whether there is enough memory to run a few samples through the model itself."""
 
     reason: str
     most: float
@@ -106,7 +106,7 @@ def prove(
 ) -> Proof:
     """Train copies of a model, split and unsplit, for `steps` steps with different samples, and compare the copies. The
     model itself is not boosted yet. The user's objects do not change. With an optimizer, the copies are in training
-    mode.
+    mode, but with num_slices or microbatch_tokens always in evaluation mode.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
     parameters after the optimizer's step, and the saved state. It also compares the unsplit model on the whole batch
@@ -198,7 +198,8 @@ class _Proving:
         return None
 
     def _prove_smaller(self) -> bool:
-        """Prove a smaller copy instead of a model that takes too long. Return whether a copy was fast enough."""
+        """Prove a smaller copy instead of a model that takes too long. Return False if there is no copy, or if it also
+        takes too long."""
         whole, step = self.given, self.limit.step
         self.limit.allow_more()
         self.counts, self.is_whole = {}, False
@@ -215,13 +216,13 @@ class _Proving:
         return False
 
     def _drawn(self, own: Copies) -> Copies:
-        """The copies in `own`, with initialized values for meta tensors."""
+        """Return `own`, or a copy of it with initialized values if parameters are on meta."""
         if not any(parameter.is_meta for parameter in own.model.parameters()):
             return own
         return own.drawn(self.device, self.config.init_weights, torch.initial_seed() % 2**63)
 
     def _take_smaller(self, most: float) -> str:
-        """Replace the model by the first smaller copy that runs. Return "", or the reason why no copy was found."""
+        """Replace the model with the first smaller copy that runs. Return "", or the reason why no copy was found."""
         given, why = self.given, ""
         for make in smaller(given, self.config.num_stages, most, self.device):
             try:
@@ -241,7 +242,7 @@ class _Proving:
 
     def _compare_few_or_all(self) -> None:
         """Compare a few samples or, if a few do not run, all samples split as in training. A few samples may not run if
-        the batch contains sample indices, such as the edges of a graph."""
+        the batch contains indices of other samples, such as the edges of a graph."""
         try:
             self._compare_both()
         except Exception as error:  # the user's model may raise anything
@@ -342,7 +343,7 @@ class _Proving:
         return reference, loss
 
     def _fickle(self) -> frozenset[str]:
-        """The attributes that differ between two runs, such as values from torch.seed(), or durations."""
+        """The attributes that differ between two runs of the unsplit model, such as durations, or torch.seed()."""
         with undisturbed(self.device):
             return differing(self._unsplit()[0].model, self._unsplit()[0].model)
 

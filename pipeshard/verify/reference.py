@@ -38,7 +38,7 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.skeleton import build, skeletons
 
 PACKED_STD = 0.02  # standard deviation of the values for a quantized weight
-# Objects without state of a model, which copies share: data, files, connections, locks, writers and progress bars.
+# Objects without model state, which all copies share: data, files, connections, locks, writers and progress bars.
 SHARED = Dataset, DataLoader, dist.ProcessGroup, io.IOBase, type(threading.Lock()), type(threading.RLock()), ModuleType
 PACKAGES_OF_SHARED = {"threading", "queue", "_queue", "multiprocessing", "concurrent", "socket", "sqlite3"}
 PACKAGES_OF_SHARED |= {"tqdm", "rich", "wandb", "trackio", "tensorboard", "tensorboardX", "datasets"}
@@ -59,10 +59,10 @@ class Copies:
     sample: Batch
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Copies":
-        """Copy all fields again, to `device`, with floating-point tensors cast to `dtype`.
+        """Copy all fields to `device`, with floating-point tensors cast to `dtype`.
 
         Closures (hooks, lambdas) are also copied: otherwise every copy would modify the user's own captured objects.
-        Objects without state of a model, such as the writer of a trainer whose method is the criterion, are shared.
+        Objects without model state are shared, such as the log writer of a trainer whose method is the criterion.
         Raises Uncopyable or deepcopy's error for other objects that cannot be copied.
         """
         try:
@@ -99,7 +99,7 @@ class Copies:
         return Snapshot({"": self.model, "the criterion": self.criterion, "the optimizer": self.optimizer})
 
     def _uncopyable(self) -> str:
-        """The place of the first object that cannot be copied, or "" if it is not found."""
+        """The place of the first object that deepcopy cannot copy, or "" if none is found."""
         for path, _, how, content, *_ in self._reached.holders:
             for key, value in entries_of(content) if how not in ("global", "class") else ():
                 if is_shared(value) or isinstance(value, nn.Module | Tensor | Optimizer | dict | list):
@@ -125,7 +125,7 @@ class Copies:
         return made
 
     def foreign(self) -> dict[str, nn.Parameter]:
-        """The optimizer's tensors other than the model's parameters, in the order of its groups, by a name."""
+        """The optimizer's tensors that are not the model's parameters, by generated name, in the order of groups."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         own = set(self.model.parameters())
         foreign = [p for group in groups for p in group["params"] if p not in own]
@@ -133,13 +133,13 @@ class Copies:
 
     @property
     def trains_in_part(self) -> bool:
-        """Whether the optimizer does not train all trainable parameters of the model, so that another one may."""
+        """Whether there is an optimizer, but it does not train all trainable parameters of the model."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         trained = {parameter for group in groups for parameter in group["params"]}
         return bool(trained) and any(p.requires_grad and p not in trained for p in self.model.parameters())
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The model's parameters, and the other tensors that its optimizer trains, by name."""
+        """The model's parameters, and other tensors that the optimizer trains, by name."""
         return dict(self.model.named_parameters()) | self.foreign()
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -149,20 +149,20 @@ class Copies:
             yield from module.buffers()
         yield from self.foreign().values()
         states = self.optimizer.state.values() if self.optimizer is not None else ()
-        for state in (state for state in states if isinstance(state, Mapping)):  # others belong to no parameter
+        for state in (state for state in states if isinstance(state, Mapping)):  # a parameter's state
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
 
 
 def is_shared(value: Any) -> bool:
-    """Whether this object has no state of a model: copies of the model share it."""
+    """Whether copies of a model share this object, because it contains no state of the model."""
     package = type(value).__module__.partition(".")[0]
     is_writer = package in PACKAGES_OF_SHARED or type(value).__module__.startswith("torch.utils.tensorboard")
     return isinstance(value, SHARED) or (is_writer and not isinstance(value, type | nn.Module | threading.local))
 
 
 def functions(*owners: Any) -> Iterator[Any]:
-    """The functions and bound methods among the attributes and hooks of modules, a criterion and an optimizer, also
-    those in lists, dicts and partial functions, and those that these functions capture."""
+    """The functions and bound methods in the attributes and hooks of modules, a criterion and an optimizer. Includes
+    functions in lists, dicts and partial functions, and functions that other functions capture."""
     found = list(owners)
     for owner in owners:
         for one in owner.modules() if isinstance(owner, nn.Module) else [owner]:
@@ -204,7 +204,7 @@ def generators(device: torch.device) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Context manager that restores random generators on exit, and computes without TF32. It suppresses warnings and
-    log messages, since boost issues the same ones."""
+    log messages (except DEBUG), since boost issues the same ones."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return record.levelno < logging.INFO

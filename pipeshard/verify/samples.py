@@ -41,7 +41,7 @@ class Samples:
         return cls(batch.rows, len(batch.split(*config.cut)))
 
     def vary(self, batch: Batch) -> bool:
-        """Whether the second step uses different samples than the first one."""
+        """Whether the first two steps use different samples."""
         return batch.rows > self.count
 
     def of_step(self, batch: Batch, step: int) -> Batch:

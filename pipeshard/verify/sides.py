@@ -53,8 +53,8 @@ class Undivided:
 
 
 class Sides:
-    """The split model, a copy of the unsplit model for each replica, and possibly an `undivided` model, until it
-    differs. `fickle()` returns the attributes that differ between two runs of one model."""
+    """The split model, a copy of the unsplit model for each replica, and possibly an `undivided` model, until its
+    result differs. `fickle()` returns the attributes that differ between two runs of one model."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class Sides:
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare the unsplit model's loss and gradients on the whole batch with its loss and gradients on the
-        microbatches, which `step` has compared with the split model. Return None if the two differ, and without an
-        undivided model or new samples."""
+        microbatches, which `step` has compared with the split model. Return None if the two differ, if there is
+        no undivided model, or if a later step has the samples of the first one."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None
@@ -160,7 +160,7 @@ class Sides:
 
     def _update(self, comparison: Comparison) -> None:
         """Step all optimizers with the first reference's gradients, since Adam would amplify small differences. Copy
-        the updated parameters to the other references."""
+        the updated parameters to the other unsplit models."""
         reference, max_norm = self.references[0], self.split.ranks[0].pipeline.config.max_norm
         trained = reference.own.trained()
         norms = self.split.optimize({name: parameter.grad for name, parameter in trained.items()}, self.others)

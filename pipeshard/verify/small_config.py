@@ -23,7 +23,7 @@ from pipeshard.hf import (
 
 LEAST_WIDTH, LEAST_INNER = 64, 16  # widths below the first are kept; inner widths are not reduced below the second
 NARROWER = 4  # factor by which inner widths are reduced more than other widths
-LITTLE = 4  # divisor of widths if the largest common divisor is too large
+LITTLE = 4  # upper limit of the second divisor of widths that is tried
 LEAST_TOKENS = 64
 SETTINGS = (bool, str, float, type(None))
 
@@ -69,7 +69,7 @@ def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
 
 
 def all_kinds(kinds: Sequence[Any]) -> int:
-    """The smallest number of first layers that includes all kinds."""
+    """The smallest n for which the first n layers include all kinds."""
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
@@ -98,7 +98,7 @@ def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
 
 
 def take_widths(config: Any, factor: int) -> Iterator[str]:
-    """Divide the widths and numbers of heads of a config, and reduce the experts; yield the changes.
+    """Divide the widths and numbers of heads of a config, and reduce the number of experts; yield the changes.
 
     Any number in the config that equals a width, such as the size to which images are projected, is divided like this
     width.

@@ -50,7 +50,7 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Smaller:
-    """A smaller copy, and a text that lists its reductions."""
+    """A smaller copy, and a description of its reductions."""
 
     own: Copies
     what: str
@@ -95,7 +95,7 @@ def _from_config(
     memo = Memo(given.shared | _memo(given.model, built), functions(given.model, given.criterion, given.optimizer))
     _adopt(given.model, built, memo)
     sample = given.sample if ids is None else _renumbered(given, ids)
-    sample = sample.converted(lambda path, tensor: tensor.float() if tensor.dtype in SHORT else tensor)  # as the copy
+    sample = sample.converted(lambda path, tensor: tensor.float() if tensor.dtype in SHORT else tensor)  # like the copy
     own = _completed(given, built, sample, memo)
     memo.fill()
     return Smaller(own, ", ".join(what) or "the same size")
@@ -118,7 +118,7 @@ def _refuse_large(parameters: Iterable[nn.Parameter], most: float, copied: str =
 
 
 def _ids(given: Copies, config: Any) -> Tensor | None:
-    """The sorted token ids of the sample and the config, which form a smaller vocabulary; None without token ids."""
+    """The sorted token ids of the sample and the config, as a smaller vocabulary; None without ids or a vocabulary."""
     leaves = [leaf.flatten().cpu() for _, leaf in _id_leaves(given)]
     if not leaves or not has_vocabulary(config):
         return None
@@ -232,7 +232,7 @@ def _memo(model: nn.Module, built: nn.Module) -> dict[int, Any]:
 
 
 def _adopt(model: nn.Module, built: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy to a smaller model the attributes and hooks that the user has set on modules and parameters."""
+    """Copy the attributes and hooks of modules and parameters, and their requires_grad, to a smaller model."""
     theirs, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for path, module in built.named_modules():
         _adopt_settings(theirs[path], module, memo)

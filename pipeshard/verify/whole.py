@@ -42,7 +42,7 @@ class Coupled(Exception):
 class RunMode:
     """The mode in which both sides run: `training` or evaluation mode, the random numbers, the dtype, and the loss or
     (`by_outputs`) an objective of the outputs. `apart`: each microbatch has its own copy of the model. `rough`: errors
-    that the model's least precise dtype may cause are no difference."""
+    of up to ROUGH, or that the model's least precise dtype may cause, do not count as differences."""
 
     training: bool = True
     draws: str = ""
@@ -110,12 +110,12 @@ class WholeBatch:
         self.parts = copied_microbatches(batch, len(weights.shares))
         self.batch, self.weights, self.units, self.found = batch, weights, units, WholeFound()
         if batch.rows < 2:
-            self.found.missing = "its batch has only one sample"
+            self.found.missing = "the batch has only one sample"
             return self.found
         differences = self._differences(RunMode(draws=SHARED if self.draws else "")) if by_loss else ""
         if by_outputs and (differences or not by_loss):
             differences = self._by_outputs()
-        if self.norms.met and not self.is_told:  # booster.boost warns of modules
+        if self.norms.met and not self.is_told:  # booster.boost warns about batch norm modules
             self.found.moving.append("F.batch_norm normalizes each microbatch with its own mean and variance")
         if differences:
             raise Coupled(f"{differences}. {self._place()}")
@@ -125,12 +125,12 @@ class WholeBatch:
         """The difference in the outputs, or "" if they are equal or no output is per sample."""
         self.chosen = self._choose()
         if not any(self.chosen):
-            self.found.missing = "it returns no per-sample outputs"
+            self.found.missing = "the model returns no per-sample outputs"
             return ""
         return self._differences(RunMode(draws=SHARED if self.draws else "", by_outputs=True))
 
     def _differences(self, way: RunMode) -> str:
-        """The difference between both sides, or "" if they are equal in one of several modes. The modes are tried in
+        """The difference between both sides, or "" if they are equal in one of several modes, which are tried in
         turn."""
         why = self._attempt(way)
         if why and not way.draws:
@@ -147,14 +147,16 @@ class WholeBatch:
         except Unproven:
             raise
         except NoLoss:
-            self.found.missing = "it uses random or numpy in training mode, and has no loss in evaluation mode"
+            self.found.missing = "the model uses random or numpy in training mode, and has no loss in evaluation mode"
             return ""
         except Exception as error:  # a model may raise anything in evaluation mode
-            self.found.missing = f"it uses random or numpy in training mode, and {summary(error)}"
+            self.found.missing = (
+                f"the model uses random or numpy in training mode, and fails in evaluation mode: {summary(error)}"
+            )
             return ""
         if why and not self.drew_in_python:
             return why
-        where = "it" if why else "training mode, in which it"
+        where = "the model" if why else "in training mode, the model"
         self.found.missing = f"{where} uses random or numpy, whose numbers differ for the same samples"
         return ""
 
@@ -169,7 +171,7 @@ class WholeBatch:
             if way.draws != SHARED:
                 raise
             self.drew = True
-            return summary(error)  # random numbers drawn for all samples may be invalid for some samples
+            return summary(error)  # the random numbers for all samples may be invalid for some of them
         if not why:
             return ""
         try:
@@ -180,7 +182,9 @@ class WholeBatch:
             failure = summary(error)
         if rough := self._once(replace(way, rough=True)):
             return rough
-        self.found.missing = f"it differs by no more than rounding may cause, and does not run in fp64: {failure}"
+        self.found.missing = (
+            f"they differ by no more than rounding may cause, and the model does not run in fp64: {failure}"
+        )
         return ""
 
     def _once(self, way: RunMode) -> str:
@@ -208,8 +212,8 @@ class WholeBatch:
         return ""
 
     def _is_carried(self, way: RunMode) -> bool:
-        """Whether the result of the second microbatch changes if other samples than those of the first microbatch run
-        before it."""
+        """Whether the result of the second microbatch changes if other samples run before it, instead of the first
+        microbatch."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
         after, expected = (
@@ -307,8 +311,8 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
-        """Context manager for a run of these samples. The first of them is sample `start` of the batch. Yields the
-        samples in the mode's dtype. Each sample uses its own random numbers."""
+        """Context manager for a run of the samples in `batch`. The first one is sample `start` of the whole batch.
+        Yields the samples in the mode's dtype. If the mode has `draws`, each sample uses its own random numbers."""
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)
@@ -428,7 +432,7 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Whether a module only drops activations or paths at random."""
+    """Whether a module only drops activations or paths at random, judged by its class's name."""
     return "drop" in type(module).__name__.lower() and not any(True for _ in module.parameters())
 
 
@@ -462,6 +466,6 @@ def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) ->
 
 
 def _filled(gradient: Tensor | None, like: Tensor | None) -> Tensor:
-    """The gradient, or zeros for None: the gradient is None if no sample of a microbatch uses the weight."""
+    """The gradient, or zeros for None. It is None if no sample of a microbatch uses the parameter."""
     assert gradient is not None or like is not None
     return torch.zeros_like(like) if gradient is None else gradient.detach()  # type: ignore[arg-type]
