@@ -204,7 +204,7 @@ def test_a_reward_function_that_fails_ends_every_rank(pool: Pool, tmp_path: Any)
     rollouts.base(tmp_path)
     first, last = pool.run(failing, 2, str(tmp_path), timeout=200)
     assert first == "ValueError: no judge answers"
-    assert last.startswith("UsageError: the rank that computes rewards failed: ValueError: no judge answers")
+    assert last.startswith("UsageError: the first rank of the replica failed to compute rewards: ValueError: no judge")
 
 
 def test_private_names_of_trl_mean_what_is_assumed() -> None:

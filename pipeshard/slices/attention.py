@@ -1,4 +1,4 @@
-"""Attention: attention from a slice's positions to the same and all earlier positions, without a mask in memory.
+"""Attention: attention from each position of a slice to itself and all earlier positions, without a mask in memory.
 
     keys           earlier slices    this slice
     a query reads  all positions     positions up to its own
@@ -6,9 +6,10 @@
 
 `is_causal` of torch's scaled_dot_product_attention is correct only if queries and keys have the same length. For a
 slice, transformers builds a mask, and the kernel keeps a floating-point copy of the mask for each layer until the
-backward. Over all slices of a sequence of s positions, a layer's copies have s * s / 2 elements. Here, attention to
-earlier slices and attention to the slice itself are computed separately, without a mask. The gradients of both parts
-follow from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135).
+backward. Over all slices of a sequence of s positions, a layer's copies have s * s / 2 elements. On CPUs, this module
+computes attention to earlier slices and to the slice itself separately, without a mask. The gradients of both parts
+follow from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135). On other devices,
+it passes torch's `causal_lower_right` to scaled_dot_product_attention.
 """
 
 from collections.abc import Iterator

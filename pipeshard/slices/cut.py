@@ -195,7 +195,7 @@ def _is_of_loss(path: str) -> bool:
 
 
 class Joint(NamedTuple):
-    """Concatenates the results of slices along `dim` to the microbatch's result, and splits the result's gradient. If
+    """Concatenates the results of slices along `dim` into the microbatch's result, and splits the result's gradient. If
     `rows` is not None, dimension `dim` contains the positions of all `rows` samples, sample by sample."""
 
     dim: int

@@ -280,7 +280,7 @@ class ValueReader:
             where = _place_name(tuple(PathStep(*step) for step in path))
             raise UsageError(
                 f"compute_loss has changed {where} on the last stage, but this rank does not have it ({error}). "
-                "Create it in __init__ or in a callback, which run on every rank"
+                "Create it in __init__ or in a callback: both run on every rank"
             ) from error
 
     def of(self, said: Any) -> Any:
@@ -387,9 +387,9 @@ def _is_apart(value: Any) -> bool:
 def _changed_by_threads(trainer: Any) -> set[int]:
     """The ids of the objects that running threads may change.
 
-    These are callbacks, such as monitors, if the callback or an object in its attributes is a thread, has a method that
-    is the target of a thread, or is an argument of the target. They are also attributes of the Trainer that are threads
-    or have such a method, such as transformers' memory tracker.
+    A callback, such as a monitor, is included if the callback or an object in its attributes is a thread, has a method
+    that is the target of a thread, or is an argument of a target. An attribute of the Trainer is included if it is a
+    thread or has such a method, as transformers' memory tracker does.
     """
     running = [(thread, getattr(thread, "_target", None)) for thread in threading.enumerate()]
     running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]
@@ -402,7 +402,7 @@ def _changed_by_threads(trainer: Any) -> set[int]:
 
 
 def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> bool:
-    """Whether the value, or an object among its attributes up to this depth, has one of these ids."""
+    """Whether the value, unless it is the Trainer, or an object in its attributes up to this depth has such an id."""
     if id(value) in ids:
         return value is not trainer
     if not depth or value is trainer or isinstance(value, nn.Module) or not is_object(value) or _is_apart(value):
@@ -485,7 +485,7 @@ def _name_of(value: Any, where: str) -> list[str]:
 
 
 def _found(name: Any) -> Any:
-    """The class or function of this name, which this process has imported."""
+    """The class or function of this name in a module that this process has imported."""
     module, path = name
     found: Any = sys.modules[module]
     for part in path.split("."):

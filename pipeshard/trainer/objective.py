@@ -147,7 +147,7 @@ class Objective:
         names with the prefix FOR_CRITERION.
 
         compute_loss receives copies of the tensors, since the step calls it again with the batch. If it has written to
-        a tensor that the model receives, the result contains the tensor before and after.
+        a tensor that the model receives, the result contains the original and the modified tensor.
         """
         trainer, before = self.trainer, random_state()
         if self._kept is None or any(self._kept.changes()):
@@ -291,7 +291,7 @@ class Objective:
             loss = trainer.compute_loss(answer, self._kind(given), num_items_in_batch=self.num_items)
         self._gathering.is_seen |= trainer.accelerator.gathers > gathers
         if not isinstance(loss, Tensor):
-            raise UsageError(f"compute_loss of {type(trainer).__name__} returned a {type(loss).__name__}, not a tensor")
+            raise UsageError(f"{type(trainer).__name__}.compute_loss must return a tensor, got a {type(loss).__name__}")
         return loss
 
 
@@ -322,8 +322,8 @@ def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: 
     reason = next(filter(None, gather_objects(str(failure) if is_last and failure else None, world)), None)
     if reason is not None:
         raise UsageError(
-            f"compute_loss failed in evaluation: {reason}. If it reads parameters of several stages, read them only "
-            "during training (if model.training)"
+            f"compute_loss failed in evaluation: {reason}. If compute_loss reads parameters of several stages, read "
+            "them only during training (if model.training)"
         ) from failure
     said = share_value(said, pipeline.last_rank, pipeline.group)
     if not is_last:

@@ -83,7 +83,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
 
 
 def refuse_precision(mixed_precision: str, name: str) -> None:
-    """Raise ConfigurationError for a mixed precision of `accelerate launch` in which stages do not train."""
+    """Raise ConfigurationError for a mixed precision of `accelerate launch` that stages do not support."""
     if mixed_precision not in ("no", "bf16", "fp16"):
         raise ConfigurationError(
             f"{name} does not support the mixed precision {mixed_precision!r} of `accelerate launch`: set bf16=True in "

@@ -28,7 +28,7 @@ logger = logging.getLogger("pipeshard")
 
 # Functions of accelerate.utils that gather from all processes, and the methods that gather from replicas instead.
 GATHERS = {"gather": "gather", "gather_object": "gather_entries"}
-# By attribute: arguments of these Trainers that each rank would call separately.
+# By attribute: arguments of these Trainers with functions that every rank would call.
 CALLED = {"rollout_func": "rollout_func", "tools": "tools", "environment_factories": "environment_factory"}
 
 
@@ -140,7 +140,7 @@ class Rollouts:
         shared = self._of_replica((rewards, metrics, random_state(), failure))
         rewards, metrics, random, failure = shared
         if failure:
-            raise error or UsageError(f"the rank that computes rewards failed: {failure}")
+            raise error or UsageError(f"the first rank of the replica failed to compute rewards: {failure}")
         if not self._computes_rewards:
             self._pending_metrics.clear()
             self._pending_metrics.update(metrics)

@@ -142,7 +142,7 @@ class PipelineAccelerator(Accelerator):
 
     def _refuse_uneven(self) -> None:
         """Raise UsageError in a step in which replicas call compute_loss different numbers of times, except in the last
-        call, which exists on every replica."""
+        call, which every replica makes."""
         if self.uneven and not self.is_last_call:
             raise UsageError(
                 f"compute_loss gathers values from {self.num_processes} replicas in every call, but with "
@@ -216,7 +216,7 @@ class PipelineAccelerator(Accelerator):
             )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        raise UsageError("a pipeline does not support clip_grad_value_: use max_grad_norm")
+        raise UsageError("a pipeline does not support clip_grad_value_: set TrainingArguments(max_grad_norm=...)")
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -292,7 +292,7 @@ class Loop(Evaluation):
     def _kept_or_stepped(self, inputs: Any, num_items_in_batch: Any) -> Tensor:
         if self._makes_loss() != (self._objective is not None):
             raise UsageError(
-                f"{type(self).__name__} was given another loss after its model was split, so training would still use "
+                f"{type(self).__name__} got a different loss after its model was split, but training would still use "
                 "the earlier one: set compute_loss, compute_loss_func and label_smoother before the first train(), "
                 "evaluate() or predict()"
             )

@@ -173,7 +173,7 @@ def gradients(
     split: LocalPipeline, reference: Reference
 ) -> tuple[dict[str, list[HeldGradient]], dict[str, Tensor | None]]:
     """The gradients of the split model (by name, for each rank that holds the parameter) and of the unsplit model, in
-    the order of the backward pass. The gradients of ties are already summed."""
+    the order of the backward pass. The gradients of tied parameters are already summed."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:

@@ -46,7 +46,7 @@ SECONDS = 5.0  # time limit of verify="auto"
 SECONDS_OF_LARGE = 60.0  # time limit if a smaller copy is proven instead of a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
 SHARE = 0.1  # share of the free memory that verify="auto" may allocate
-COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, and for any number of them
+COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, and additional ones
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 ACROSS = (
     "Every value that crosses a cut must be an argument or a result of a unit: change the forward at that point, or "

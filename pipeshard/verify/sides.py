@@ -72,7 +72,7 @@ class Sides:
         self.first, *self.others = self._optimizers()
 
     def step(self, comparison: Comparison, step: int, asked: bool) -> StepCut:
-        """Train both sides for a step, and compare everything. Outputs are compared only if `asked`."""
+        """Train both sides for a step. Compare loss, gradients, state, parameters and, if `asked`, outputs."""
         split, reference, during = self.split, self.references[0], f"in step {step + 1}"
         loss, outputs = split.step(partial(self.samples.of_replica, step), self.samples.m, asked, (SEED, step))
         expected, made = self._unsplit_step(step)

@@ -21,7 +21,7 @@ from pipeshard.hf import (
     is_token,
 )
 
-LEAST_WIDTH, LEAST_INNER = 64, 16  # widths below the first are kept; inner widths are not reduced below the second
+LEAST_WIDTH, LEAST_INNER = 64, 16  # smaller widths are kept; inner widths are reduced to no less than this
 NARROWER = 4  # factor by which inner widths are reduced more than other widths
 LITTLE = 4  # upper limit of the second divisor of widths that is tried
 LEAST_TOKENS = 64

@@ -57,7 +57,7 @@ class Smaller:
 
 
 def smaller(given: Copies, stages: int, most: float, device: torch.device) -> Iterator[Callable[[], Smaller]]:
-    """Yield functions that build smaller copies of a model, smallest first. The parameters of a copy take at most
+    """Yield functions that build smaller copies of a model, small ones first. The parameters of a copy take at most
     `most` bytes in fp32.
 
     A function raises Unlike for an unsuitable copy, or the model's own error if a copy of this size cannot be built.
@@ -261,7 +261,7 @@ def _adopt_hooks(theirs: nn.Module, module: nn.Module, memo: dict[int, Any]) -> 
 
 
 def _is_of_handles(value: Any) -> bool:
-    """Whether a value is a handle that removes hooks, or a container of such handles."""
+    """Whether a value is a handle that removes hooks, or a list or tuple of such handles."""
     return all(isinstance(one, RemovableHandle) for one in (value if isinstance(value, list | tuple) else [value]))
 
 

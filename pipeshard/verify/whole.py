@@ -171,7 +171,7 @@ class WholeBatch:
             if way.draws != SHARED:
                 raise
             self.drew = True
-            return summary(error)  # the random numbers for all samples may be invalid for some of them
+            return summary(error)  # numbers drawn for the whole batch may not be valid for some samples
         if not why:
             return ""
         try:
