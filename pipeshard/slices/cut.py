@@ -31,8 +31,8 @@ LEAST = 2  # a slice has at least this many positions: for one position, layers 
 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
-    """Return the lengths of n slices with `total` positions in total, which take approximately equal times. Position k
-    takes a time of 1 + slope * k, since it attends to k earlier positions. Short sequences have fewer slices."""
+    """Return the lengths of n slices that together have `total` positions and take approximately equal times. Position
+    k takes a time of 1 + slope * k, since it attends to k earlier positions. Short sequences have fewer slices."""
     n = max(1, min(n, total // LEAST))
 
     def work(end: float) -> float:

@@ -163,8 +163,8 @@ def refuse_several_folders(folder: Path, grid: Grid) -> None:
 
 @together_in("trainer.save_model")
 def one_folder(folder: Path, grid: Grid) -> Path:
-    """Return the folder to which all ranks save the model. If the ranks pass different folders, this is the first
-    rank's, with a warning instead of an error, which might lose the trained model."""
+    """Return the folder to which all ranks save the model. If the ranks pass different folders, warn and
+    return the first rank's folder, since an error could lose the trained model."""
     if not (apart := differing_folders(folder, grid.world)):
         return folder
     if grid.first:

@@ -411,8 +411,8 @@ def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> 
 
 
 def _added(change: Change) -> list[Any]:
-    """The entries that were appended to a list, or [] if the list has changed in another way. If only these entries are
-    sent, a history of all steps is not sent again in each step."""
+    """The entries that were appended to a list, or [] if the list has changed in another way. Only these entries
+    are sent, so that a history of all steps is not sent in each step."""
     if not isinstance(change.holder, list) or len(change.now) <= len(change.before):
         return []
     is_longer = all(map(is_same, change.before, change.now))

@@ -252,7 +252,7 @@ class Loop(Evaluation):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the batch until its gradient accumulation window is complete, then run one step on the full window.
-        Raises UsageError for another model than the Trainer's own."""
+        Raises UsageError if `model` is not the Trainer's own."""
         if self.is_foreign(model):
             raise UsageError(
                 f"{type(self).__name__} calls training_step with a {type(model).__name__} that is not the Trainer's "

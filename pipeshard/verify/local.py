@@ -151,7 +151,7 @@ class LocalPipeline:
         return ends[0]["loss"], [output for end in ends for output in end["outputs"] or ()]
 
     def weights(self, *replicas: int) -> Weights:
-        """The weights in the loss of the last step's microbatches, for these replicas in turn."""
+        """The weights of the last step's microbatches in the loss, in the order of these replicas."""
         ran = [each for replica in replicas for each in self.last(replica).pipeline.ran]
         return Weights([each.share for each in ran], any(each.summed for each in ran))
 

@@ -198,8 +198,8 @@ class _Proving:
         return None
 
     def _prove_smaller(self) -> bool:
-        """Prove a smaller copy instead of a model that takes too long. Return False if no copy runs, or if it also takes
-        too long."""
+        """Prove a smaller copy instead of a model that takes too long. Return False if no copy runs, or if the copy
+        also takes too long."""
         whole, step = self.given, self.limit.step
         self.limit.allow_more()
         self.counts, self.is_whole = {}, False

@@ -252,7 +252,7 @@ class WholeBatch:
         return Reference(own, self._objective if way.by_outputs else criterion, self.device)
 
     def _objective(self, output: Any, inputs: Any) -> Tensor:
-        """An objective that depends on all outputs, and is a sum over the samples."""
+        """An objective that depends on all per-sample outputs, and is a sum over the samples."""
         leaves = outputs_of(output)
         terms = [
             (leaf.nan_to_num(0.0, 0.0, 0.0) + PHASE).sin().sum() / count
