@@ -1,8 +1,8 @@
 """Clipping: computes the gradient norm of the full model, unscales the gradients, and clips them by this norm.
 
 torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage only. Here the norm covers the gradients
-on all ranks, and each parameter counts once, even if several ranks hold it. The norm is computed once per step, by the
-first optimizer that steps.
+on all ranks, and each parameter counts once, even if several ranks hold it. The first optimizer that steps computes the
+norm for all optimizers of the model.
 """
 
 import math
@@ -34,20 +34,20 @@ from pipeshard.private import foreach_mul_, foreach_norm
 class ModelGradients:
     """The gradients of all parameters of a model on this rank, even if several optimizers train the parameters.
 
-    Until the first optimizer steps, the gradients include the loss scale. The first optimizer's step clips the
-    gradients if `max_norm > 0`, unscales them, and decides whether all optimizers skip this step.
+    The gradients include the loss scale until `clip`, `unscale` or the first optimizer's step removes it. That step
+    also clips the gradients if `max_norm > 0`, and decides whether all optimizers skip their step.
 
     Attributes:
         names: maps each parameter of the full model to its name, including parameters that boost has replaced.
         trained: the names of the parameters that the model's optimizers train.
-        updated: the MasterWeights of this rank that are, or were, in an optimizer. Weights of optimizers that no longer
-        exist remain, since ranks may free optimizers at different times.
+        updated: the MasterWeights of this rank that are, or were, in an optimizer, by name. Weights of optimizers that
+        no longer exist remain, since ranks may free optimizers at different times.
         copies: the WeightCopies of these weights.
         norm: the last gradient norm of the full model (of `norm_type`) before clipping, or None if this step has not
         computed it.
         overflow: whether the last step was skipped because a gradient overflowed.
         remedy: what to call instead of torch's clipping functions, for error messages.
-        parts: the parameters of each stage of this rank, if a training loop has these stages.
+        parts: the parameters of each stage of this rank, if the training loop has the stages themselves (interop).
     """
 
     remedy = (
@@ -78,7 +78,7 @@ class ModelGradients:
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
-        self._mixed: list[Tensor] = []  # gradients of a failed step and of earlier steps
+        self._mixed: list[Tensor] = []  # their gradients are sums over earlier steps and a failed step
         self.parts: list[list[nn.Parameter]] = []
 
     @property
@@ -87,8 +87,8 @@ class ModelGradients:
         return self._factor != 1.0
 
     def names_of(self, tensors: Iterable[Tensor]) -> dict[Tensor, str]:
-        """The parameter names of those of `tensors` that are parameters of the model, or master weights that are, or
-        were, in an optimizer."""
+        """Map each of `tensors` that is a parameter of the model, or a master weight in `updated`, to the parameter's
+        name."""
         known: dict[Tensor, str] = {weight.master: name for name, weight in self.updated.items()}
         known.update(self.names)
         return {tensor: known[tensor] for tensor in tensors if tensor in known}
@@ -107,9 +107,9 @@ class ModelGradients:
         return next((sharded[id(tensor)] for tensor in tensors if id(tensor) in sharded), None)
 
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
-        """The parameter lists that a training loop may mistake for those of the full model: the model's parameters on
-        this rank, and the parameters in each optimizer group. Each list is paired with the names of the missing
-        parameters, which only other stages train or, with ZeRO, only other replicas update."""
+        """The parameter lists that a training loop may mistake for lists of all the model's parameters: the parameters
+        on this rank, the lists in `parts`, and the parameters in each optimizer group. Each list is paired with the
+        names of the parameters that it lacks, which other stages train or, with ZeRO, other replicas update."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
         wholes += [(list(part), elsewhere) for part in self.parts]
@@ -122,7 +122,8 @@ class ModelGradients:
 
     def add_to(self, scaling: LossScale | None = None) -> None:
         """Prepare to accumulate gradients: record how the loop has changed the existing gradients, discard the cached
-        norm, and rescale the gradients by the loss's `scaling`, by default that of this model."""
+        norm, and rescale the gradients to the loss scale `scaling` (by default, this model's). Raises UsageError if the
+        gradients include those of a failed step."""
         self._refuse_mixed()
         self._settle()
         self.updates.judge()
@@ -132,9 +133,9 @@ class ModelGradients:
 
     @contextmanager
     def discarded_on_failure(self, foreign: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager for the actions of a step in one process. If an action fails, the gradients that the step has
-        accumulated, also those of `foreign` tensors, are discarded. If a trained parameter had a gradient before, both
-        are mixed: the next step and the next update are refused until this gradient is cleared."""
+        """Context manager for the actions of a step in one process. If an action fails, the gradients of parameters and
+        `foreign` tensors that had no gradient before the step are discarded. If a trained parameter had a gradient, the
+        failed step's part cannot be removed: steps and updates raise UsageError until the gradient is cleared."""
         before = {leaf: state_of_gradient(leaf) for leaf in (*self._holders, *foreign)}
         with ExitStack() as failing:
             failing.callback(self._discard, before)
@@ -151,7 +152,7 @@ class ModelGradients:
                 self._mixed.append(leaf)
 
     def _refuse_mixed(self) -> None:
-        """Raise UsageError if gradients of a failed step are mixed with earlier gradients, and not cleared yet."""
+        """Raise UsageError if gradients of a failed step were added to earlier gradients and have not been cleared."""
         mixed = [p for p in self._mixed if p.grad is not None and bool(stored(p.grad).any())]
         if mixed:
             raise UsageError(
@@ -164,7 +165,7 @@ class ModelGradients:
     def follow(self, adopts: bool, shares: bool = True) -> bool:
         """After the loop has written to parameters or master weights, copy the writes so that both are equal (see
         MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With ZeRO and
-        `shares=False`, raises UsageError instead if they must."""
+        `shares=False`, copies nothing, and raises UsageError for writes to an optimizer's groups."""
         if shares or not self.copies.zero:
             return self.copies.follow(adopts)
         self.copies.refuse_unshared()
@@ -183,8 +184,8 @@ class ModelGradients:
             self.added()
 
     def unscale(self) -> None:
-        """Record how the loop has changed the gradients, and divide them by the loss scale. Infinite elements become
-        NaN, so that a clamp of the elements does not hide an overflow."""
+        """Record how the loop has changed the gradients, and divide them by the loss scale. With a loss scale, infinite
+        elements become NaN, so that clamping the elements does not hide an overflow."""
         self._settle()
         self.updates.judge()
         self._rescale(1.0)
@@ -193,13 +194,14 @@ class ModelGradients:
                 gradient.masked_fill_(gradient.isinf(), math.nan)
 
     def settle(self) -> None:
-        """Call `follow` and `share`, so that the parameters can be read outside a step. Call it on all ranks."""
+        """Make all copies of each weight equal, so that code outside a step can read the parameters. Call it on all
+        ranks."""
         with self.coupling.paused():
             self.follow(adopts=False)
             self.copies.share()
 
     def share_written(self) -> None:
-        """As `settle`, but if no replica has written to a weight, nothing is sent. Call it on all ranks."""
+        """Like `settle`, but broadcast weights only if a replica has written to one. Call it on all ranks."""
         is_due = torch.tensor(self.follow(adopts=False))
         if bool(gather(is_due, self.grid.replicas).any()):
             self.copies.share()
@@ -220,7 +222,7 @@ class ModelGradients:
         Returns False if the optimizer must skip the step."""
         self._refuse_mixed()
         if self._stepped is None or optimizer in self._stepped:
-            before = self.norm, self.norm_type  # of the loop's own clipping
+            before = self.norm, self.norm_type  # of the clipping that the loop itself has called
             is_clipped = self._stepped is None and self.norm is not None
             self._stepped, self.overflow, self.norm = weakref.WeakSet(), False, None
             self._settle()
@@ -253,7 +255,7 @@ class ModelGradients:
                 f"the gradient norm is {self.norm.item()}, and error_if_nonfinite=True. Skip this step, or "
                 "pass check_finite=True to PipelinePlugin to find the stage that computes non-finite values"
             )
-        if (factor := torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)) != 1.0:  # also a NaN
+        if (factor := torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)) != 1.0:  # also if it is NaN
             self._multiply(factor)
         return self.norm
 
@@ -293,8 +295,8 @@ class ModelGradients:
             foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
-        """Raise UsageError, on every rank, if a parameter has a gradient but is in no optimizer: whether the norm
-        should include this gradient is ambiguous."""
+        """Raise UsageError, on every rank, if a parameter of any rank has a gradient but is in no optimizer: it is
+        ambiguous whether the norm should include this gradient."""
         if self.trained >= self.all:  # the same on every rank
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
@@ -312,7 +314,7 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
     number of ranks that have the same gradient; each of these ranks contributes an equal share."""
     is_max, group = math.isinf(norm_type), control(group)
     dtype = torch.float32
-    counted: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}  # gradients and numbers of ranks
+    counted: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}  # gradients, and their numbers of ranks
     for parameter, count in holders.items():
         if (gradient := local_grad(parameter)) is None:
             continue

@@ -25,17 +25,18 @@ from pipeshard.graph.writes import Noted, count_reads, is_written, note, reads, 
 
 VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
 UNSHARED = (
-    "the loop has written to {name} through optimizer.param_groups (or a method of the optimizer). With zero_stage=1, "
-    "they contain only the weights that this replica updates, so model(...) would compute with different weights on "
-    "each replica: write to model.parameters() on every rank, or use booster.execute_pipeline(...), which sends such "
-    "writes to the other replicas. optimizer.train() and optimizer.eval() send what they write"
+    "the loop has written to {name}, but not the same value on every replica, for example through "
+    "optimizer.param_groups or a method of the optimizer: with zero_stage=1, optimizer.param_groups contains only the "
+    "weights that this replica updates. model(...) would compute with different weights on each replica: write to "
+    "model.parameters() on every rank, or use booster.execute_pipeline(...), which sends writes to the other replicas, "
+    "as optimizer.train() and optimizer.eval() do"
 )
 
 
 class WeightCopies:
-    """Tracks writes to the weights in `weights` that have several copies: those of an optimizer, or of all optimizers
-    of a model. The recorded states are stored on the weights, so a write is copied once even if several optimizers have
-    the weight.
+    """Tracks writes to weights that have several copies. `weights` are the weights of one optimizer, or of all
+    optimizers of a model. The recorded states are stored on the MasterWeights, so a write is copied only once even if
+    several optimizers have the weight.
 
     Attributes:
         zero: whether one replica updates each weight for all replicas.
@@ -47,7 +48,7 @@ class WeightCopies:
         self._watched: list[MasterWeight] = []
         self._tensors: list[Tensor] = []
         self._locals: list[Tensor] = []
-        self._has_frozen: bool | None = None  # whether a weight was frozen at boost, where all replicas agree on it
+        self._has_frozen: bool | None = None  # whether a weight was frozen at boost: the same on all replicas
 
     def watch(self) -> None:
         """Track the weights that now have several copies. The recorded state of tensors that are already tracked is
@@ -63,9 +64,9 @@ class WeightCopies:
         self._note(self._noted(self._states()))
 
     def _states(self) -> list[State]:
-        """The version, the address and the number of `data` reads of each tracked tensor. A loop can write through
-        `data` without changing the version. A write to a DTensor changes the version of the DTensor; a write to its
-        shard changes the version of the shard."""
+        """For each tracked tensor: its version, the version and the address of its shard, and the number of uses of its
+        `data`. A loop can write through `data` without changing a version. A write to a DTensor changes the version of
+        the DTensor; a write to its shard changes the version of the shard."""
         places = map(Tensor.data_ptr, self._locals)
         return [*zip(map(VERSION, self._tensors), map(VERSION, self._locals), places, map(reads, self._tensors))]
 
@@ -83,8 +84,8 @@ class WeightCopies:
 
     def follow(self, adopts: bool, is_updated: bool = False) -> bool:
         """Make the copies on this rank equal again if a loop has written to one of them (`MasterWeight.follow`). With
-        `is_updated`, also copy values of which no write is recorded: some kernels do not change the version. Returns
-        whether the replicas must `share` the values afterwards, also those of earlier calls."""
+        `is_updated`, also copy the values of `master` if no write is recorded, since some kernels do not change the
+        version. Returns whether the replicas must call `share` after this or an earlier `follow`."""
         now = self._states()
         noted = self._noted(now)
         if now == noted and not is_updated:
@@ -92,7 +93,7 @@ class WeightCopies:
         followed = []
         for k, weight in enumerate(self._watched):
             (one, other), (one_before, other_before) = (states[2 * k : 2 * k + 2] for states in (now, noted))
-            # Beside a write to `master`, a read of the parameter's data does not imply a write.
+            # If `master` was written, a use of the parameter's `data` alone does not count as a write.
             is_master, is_parameter = other != other_before, one[:3] != one_before[:3]
             if is_master or one != one_before:
                 followed.append(weight.follow(is_parameter or not is_master, is_master, adopts))
@@ -108,18 +109,18 @@ class WeightCopies:
         return self.zero and any(weight.is_due for weight in self._watched)
 
     def _written(self) -> dict[str, tuple[bool, bool]]:
-        """For each weight that was written since it was noted, with ZeRO: whether the parameter and `master` were. A
-        read of `data` is not a write."""
+        """With ZeRO: map the name of each weight that was written since it was noted to (whether the parameter was
+        written, whether `master` was written). A read of `data` is not a write."""
         states = self._noted(self._states())
         each = [is_written(tensor, Noted(s[0], s[3])) for tensor, s in zip(self._tensors, states, strict=True)]
         rows = zip(self._watched, each[::2], each[1::2], strict=True)
         return {weight.name: (one, other) for weight, one, other in rows if one or other}
 
     def refuse_unshared(self) -> None:
-        """With ZeRO, raise UsageError if the loop has written through the optimizer's groups, which have only the
-        weights of this replica. In 16 bits, such a write is to a master weight. In fp32, the tensor is the parameter
-        itself, so this is assumed if the loop has written to all trained weights of this replica and to no others; of
-        other cases, `refuse_differing` finds those that matter."""
+        """With ZeRO, raise UsageError if the loop has written through the optimizer's groups, which contain only the
+        weights of this replica. In 16 bits, such a write changes a master weight. In fp32, the groups contain the
+        parameters themselves: a write through the groups is assumed if the loop has written to all trained weights of
+        this replica, and to no others. `refuse_differing` later finds other writes after which replicas differ."""
         written = self._written()
         masters = [name for name, (is_parameter, _) in written.items() if not is_parameter]
         trained = [weight for weight in self._watched if weight.parameter.requires_grad]
@@ -142,13 +143,13 @@ class WeightCopies:
                 raise UsageError(UNSHARED.format(name=weight.name))
 
     def take_values(self) -> None:
-        """Copy the updated values to the parameters on this rank. An optimizer with its own list (LBFGS) has updated
-        the parameters themselves: their values are copied instead."""
+        """Copy the updated values to the parameters on this rank. An optimizer with its own list of parameters (LBFGS)
+        has updated the parameters themselves: then copy the parameters' values to the master weights."""
         self.follow(adopts=True, is_updated=True)
 
     def share(self) -> None:
-        """With ZeRO, broadcast each weight that may have changed on any replica from its owner to the other replicas:
-        the base of adapters is frozen, and its weights are not sent again. Call it on all ranks."""
+        """With ZeRO, broadcast each weight that may have changed on any replica from its owner to the other replicas.
+        Unchanged frozen weights (the base model of adapters) are not sent again. Call it on all ranks."""
         if not self.zero:
             return
         changed = self._watched
@@ -164,13 +165,13 @@ class WeightCopies:
                 noted[2 * k] = states[2 * k]  # a broadcast also changes the version of the parameter that it sends
             weight.shared = {id(weight.parameter): states[2 * k], id(weight.master): states[2 * k + 1]}
             weight.is_due = False
-            if not weight.is_double:  # this replica owns each double weight, so it was not received
+            if not weight.is_double:  # this replica owns each double weight, and has not received it
                 noted[2 * k + 1] = states[2 * k + 1]
         self._note(noted)
 
     def _changed(self) -> list[bool]:
-        """Whether each tracked weight may have changed since the last `share`. A trained weight may also have changed
-        if no write is recorded."""
+        """Whether each tracked weight may have changed since the last `share`. A weight that is trained or has a
+        gradient may have changed even if no write is recorded."""
         pairs = enumerate(zip(self._tensors, self._states(), strict=True))
         same = [self._watched[k // 2].shared.get(id(tensor)) == now for k, (tensor, now) in pairs]
         return [

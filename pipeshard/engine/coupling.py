@@ -51,9 +51,9 @@ NOTHING: frozenset[Source] = frozenset()
 
 class Coupling:
     """Watches the training loop between its calls to pipeshard, in the first updates of a model and in updates whose
-    number is a power of two; of a model without an optimizer, in such calls. Tags are kept per storage, as in a trace
-    (graph/taint.py). If a storage contains several watched tensors, each has its own tags. Deleting the model ends the
-    watch."""
+    number is a power of two. Without an optimizer, calls to pipeshard are counted instead of updates. Tags are kept per
+    storage, as in a trace (graph/taint.py). If a storage contains several watched tensors, each has its own tags.
+    Deleting the model ends the watch."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
@@ -62,7 +62,7 @@ class Coupling:
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # parameters read by Python; whether other ranks' are missing
+        self._read, self._has_read = set[str](), False  # parameters that Python has read; whether some are missing
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), Readers(self)
@@ -85,8 +85,8 @@ class Coupling:
             self._called += 1
 
     def begin(self) -> None:
-        """Start watching the loop, if this update is to be watched and some parameters are trained only on other
-        ranks."""
+        """Start watching the loop if this update is one of the watched updates, and some parameters are trained only on
+        other ranks."""
         count = self._updates.count if self._updates.in_use() else self._called
         if self.is_watching or not is_sampled(count):
             return
@@ -125,8 +125,8 @@ class Coupling:
         self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
 
     def _drawn_in(self, places: Iterable[tuple[str, Tensor]], changed: str) -> str:
-        """A message, if the loop has written random numbers of one generator to several of these tensors, but not to
-        those of another rank, otherwise ""."""
+        """A message if the loop has written random numbers of one generator to several of these tensors, but not to
+        tensors of another rank, otherwise "". `changed` is the message's text for a tensor of the parameter {name}."""
         drawn: dict[Stream, set[str]] = {}
         for name, tensor in places:
             for tag in self._of([tensor]):
@@ -265,7 +265,7 @@ class Coupling:
 
 
 def _is_part(tensor: Tensor) -> bool:
-    """Whether the tensor's storage also has other elements. A sparse tensor has no storage."""
+    """Whether the tensor's storage also has other elements. False for a sparse tensor, which has no storage."""
     return tensor.layout is torch.strided and tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()
 
 
@@ -279,13 +279,14 @@ REMEDY = (
 )
 COUPLED = (
     "The training loop changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "
-    "{rest}, which another rank holds. Each rank computes a different value, so training differs from training in one "
+    "{rest}, which another rank trains. Each rank computes a different value, so training differs from training in one "
     f"process. {REMEDY}"
 )
 DRAWN = (
-    "The training loop changed {changed} on {rank} with generated random numbers, for one parameter after another, but "
-    "not for {rest}, which another rank holds. The numbers therefore differ from those of a single process. Use a "
-    "separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
+    "The training loop changed {changed} on {rank} with generated random numbers: one generator produced numbers for "
+    "several parameters in turn, but not for {rest}, which another rank trains. The numbers therefore differ from "
+    "those of a single process. Use a separate torch.Generator().manual_seed(...) for each parameter, seeded with the "
+    "parameter's name and the step"
 )
 
 

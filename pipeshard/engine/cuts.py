@@ -13,8 +13,8 @@ from pipeshard.slices.refusals import attention_slope
 
 class Cuts:
     """Splits batches as the plugin's arguments specify. A step requests the same split several times, so the last
-    result is cached until `forget` is called. `ragged` splits batches by tokens, if the arguments request this. It is
-    set when the costs of the units have been computed.
+    result is cached until `forget` is called. If the arguments request microbatches by tokens, `ragged` splits the
+    batches; it is set after the model has been traced.
     """
 
     ragged: Ragged | None = None
@@ -43,8 +43,8 @@ class Cuts:
         self._of_batches = list(batches), [[batch] for batch in batches]
 
     def slices(self, microbatches: list[list[Batch]]) -> list[list[Batch]]:
-        """The slices of each microbatch, for all batches in order. Every microbatch has the same number of slices. The
-        list is empty if microbatches are not sliced."""
+        """The slices of each microbatch, for all batches in order. Every microbatch has the same number of slices.
+        Returns an empty list if microbatches are not sliced."""
         if self.config.has_slices and self._of_microbatches[0] is not microbatches:
             self._of_microbatches = microbatches, self._sliced([part for parts in microbatches for part in parts])
         return self._of_microbatches[1]

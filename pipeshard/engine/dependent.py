@@ -33,7 +33,7 @@ def is_of_model(error: BaseException) -> bool:
 
 def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]) -> tuple[int, Exception] | None:
     """The index of the first microbatch in `parts` for which `run` fails, and the error. Returns None if no microbatch
-    fails, if the full `batch` also fails, or if there is only one microbatch."""
+    fails, if the full `batch` also fails, or if the first microbatch is the full batch."""
     if parts[0].rows == batch.rows or _error(run, batch) is not None:
         return None
     for i, part in enumerate(parts):
@@ -44,7 +44,7 @@ def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]
 
 def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
     try:
-        run(batch.copied(batch.paths))  # the model may write to it
+        run(batch.copied(batch.paths))  # a copy, since the model may write to the batch
     except Exception as error:  # of any type, since the user's model raises it
         return error
     return None
@@ -82,8 +82,8 @@ class Dependents:
 
     @contextmanager
     def tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
-        """Context manager for traces of microbatches. Raises BatchError on every rank if glue or the criterion fails
-        for a microbatch, but not for the full batch."""
+        """Context manager for traces of microbatches. Raises BatchError, on every rank of the pipeline, if glue or the
+        criterion fails for a microbatch, but not for the full batch."""
         try:
             yield
         except TraceError as error:
@@ -104,8 +104,8 @@ class Dependents:
         criterion: Criterion | None,
         outputs: Outputs,
     ) -> BatchError | None:
-        """The BatchError for `error` if the forward of a microbatch raised it and the stage can run the full batch,
-        otherwise None."""
+        """The BatchError for `error` if the forward of a microbatch raised `error`, fails again with zeros as received
+        values, and does not fail for the full batch; otherwise None."""
         action = own_progress().action
         if not isinstance(action, Action) or action.kind is not Kind.F or not is_of_model(error) or is_lost(error):
             return None

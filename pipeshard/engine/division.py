@@ -69,8 +69,8 @@ def divided(
 
 
 def _scale(flow: Dataflow, sample: Batch, size: int) -> float:
-    """The number of elements of a microbatch with `size` samples, relative to the traced batch."""
-    if not flow.axes.tensors:  # only lists with one entry per sample
+    """The number of elements of a microbatch with `size` samples, relative to that of the traced batch."""
+    if not flow.axes.tensors:  # the batch has only lists with one entry per sample
         traced_rows, *_ = *flow.axes.sizes, sample.rows
         return size / traced_rows
     first = next(iter(sample.tensors.values()))
