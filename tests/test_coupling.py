@@ -215,7 +215,8 @@ def test_what_is_computed_from_one_stage_is_warned_of_once(pool: Pool, name: str
     text, *others = {*map(tuple, pool.run(warnings, 2, name, {}, timeout=120))} - {()}
     assert len(text) == 1 and others == []
     assert re.search(
-        r"(embed|layers\.1\.a)\.(weight|bias).* on rank 0 \(stage 0\).*all_reduce|seeded with its name", text[0]
+        r"(embed|layers\.1\.a)\.(weight|bias).* on rank 0 \(stage 0\).*all_reduce|seeded with the parameter's name",
+        text[0],
     )
 
 

@@ -102,9 +102,9 @@ class Pipeline:
     """Reduces `model` to this rank's stages, and runs steps on these stages. Create a Pipeline on all ranks at the same
     time.
 
-    `costs(partition, flow, sample)` returns the cost of each unit call. It is called only for a partition by measured
-    times. If `config` is the result of a schedule search, `asked` is the config that the user passed. `trace` is
-    called like `traced`.
+    `costs(partition, flow, sample)` returns the cost of each unit call. It is called only if the partition is by
+    measured times. If `config` is the result of a schedule search, `asked` is the config that the user passed. `trace`
+    is called like `traced`.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Pipeline:
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
         self.blank = set() if init_weights else on_meta  # names of the parameters without values, on all stages
         kind = HostedWeight if config.offloads("optimizer") and has_own_memory(self.device) else MasterWeight
-        copies = config.ep_size > 1  # of attention, whose backward is not deterministic on GPUs
+        copies = config.ep_size > 1  # the backward of attention is not deterministic on GPUs
         self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan, kind, copies)
         for name in self.blank & self.holdings.weights.keys():
             self.holdings.weights[name].blank()
@@ -236,7 +236,8 @@ class Pipeline:
         return out
 
     def _refuse_changed(self, criterion: Criterion | None) -> None:
-        """Raise an error if the model has changed since boost in a way that a step does not support."""
+        """Raise an error if a step does not support the criterion or a change of the model since boost, or if
+        parameters have no values."""
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
         self.holdings.refuse_cast()
@@ -318,7 +319,7 @@ class Pipeline:
         return None
 
     def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
-        """Exchange the parameters that each rank trains now. Raises UsageError on every rank if any rank has
+        """Exchange between ranks which parameters each rank trains now. Raises UsageError on every rank if any rank has
         `problems`."""
         if wrong := gather_lists(problems, self.grid.world):
             raise UsageError(wrong[0])
@@ -393,7 +394,7 @@ class Pipeline:
         if not self.trainable:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen when the model was boosted. Unfreeze parameters "
-                "before boost (load a PeftModel with is_trainable=True), or evaluate under torch.no_grad()"
+                "before boost (for a PeftModel, load it with is_trainable=True), or evaluate under torch.no_grad()"
             )
         units, partition = self.policy.units, self.policy.partition
         refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)
@@ -414,8 +415,9 @@ class Pipeline:
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, cut: Sequence[Sequence[Batch]], flow: Dataflow) -> dict[str, Any]:
-        """Return the loss and the outputs, if requested. If the loss is NaN, the ranks check whether the forward still
-        matches its trace. On a GPU, a loss that is not requested is checked in the next step."""
+        """Return the loss and the outputs, if requested. If the loss is NaN, or outputs that were never requested from
+        this Dataflow before contain a NaN, the ranks check whether the forward still matches its trace. On a GPU, a
+        loss that is not requested is checked in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         # If this rank has the model's last stage, this stage is the last of `running`.
         end, source = self.stages.running[-1].end_of_loss, self.last_rank
@@ -443,7 +445,7 @@ class Pipeline:
         return [Doubt(b, ran.flow, random.of(i, ran.flow.python_random)) for i, (b, ran) in enumerate(microbatches)]
 
     def _refuse_other_way(self, doubts: Sequence[Doubt], criterion: Criterion | None, train: bool) -> None:
-        if self.num_stages == 1:  # has all results
+        if self.num_stages == 1:  # the only stage has all results
             return
         with self.precision.running():
             self.traces.refuse_other_way(doubts, criterion, self.grid.world, train)

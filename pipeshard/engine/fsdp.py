@@ -1,8 +1,8 @@
 """FSDP: shards the held units of a stage across the replicas, with torch's fully_shard.
 
 torch gathers parameters and reduces gradients in hooks that run before and after every forward and backward. A pipeline
-stage exits the model's forward with an exception in its last unit, so later hooks do not run. The stage may also run
-other microbatches between a microbatch's forward and backward. So this module removes the hooks, and gathers and
+stage leaves the model's forward with an exception after its last unit, so later hooks do not run. The stage may also
+run other microbatches between a microbatch's forward and backward. So this module removes the hooks, and gathers and
 reduces once per step, as torch.distributed.pipelining does. The functions at the top wrap torch's private FSDP APIs.
 """
 
@@ -58,9 +58,9 @@ class ShardedUnits:
 
     Parameters are gathered at the beginning of a step, stay unsharded for all microbatches, and are resharded at the
     end of the step. Gradients accumulate unsharded, and are reduce-scattered once per step, when all stages of this
-    rank that run the unit (`used`) have finished. With `dtype`, units compute in this dtype, and gradients are
-    accumulated and reduced in fp32. Parameters in `apart` are not sharded: glue also reads them, or they keep their own
-    precision.
+    rank that run the unit have finished. `used` maps each unit's name to these stages. With `dtype`, units compute in
+    this dtype, and gradients are accumulated and reduced in fp32. Parameters in `apart` are not sharded, for example
+    because glue also reads them.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ShardedUnits:
     ) -> None:
         options: Any = {"mesh": mesh, "reshard_after_forward": False}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-        self.groups: dict[Any, frozenset[int]] = {}  # by module that has a group's FSDP state: its stages
+        self.groups: dict[Any, frozenset[int]] = {}  # by module with a group's FSDP state: the group's stages
         self.casts = dtype is not None
         for names in _sharing(units):
             modules = [units[name] for name in names]
@@ -104,8 +104,8 @@ class ShardedUnits:
             return
         if parameter.sharded_state.name != "SHARDED":
             raise UsageError(
-                f"the data of {name} was assigned while a step computes with this parameter, which fsdp=True has "
-                "gathered: assign it before or after the step"
+                f"the data of {name} was assigned during a step, in which fsdp=True has gathered this parameter: "
+                "assign the data before or after the step"
             )
         parameter.reset_sharded_param()
 

@@ -1,10 +1,10 @@
 """Gradient sync: sums the gradients of parameters that several ranks hold, once per step.
 
 Several stages hold a tied weight, and all data-parallel replicas hold every weight. DistributedDataParallel has one
-process group for the whole model, and reduces in hooks of each backward pass. Here, a step has a backward pass for
-every microbatch and chunk, and different ranks hold different parameters. So each bucket contains parameters that the
-same ranks hold. A bucket is reduced as soon as the last stage that uses its parameters has finished; ties are reduced
-at the end of the step.
+process group for the whole model, and reduces gradients in hooks of each backward pass. Here, a step has a backward
+pass for every microbatch and chunk, and different ranks hold different parameters. So each bucket contains parameters
+that the same ranks hold. A bucket is reduced as soon as the rank's last stage that uses its parameters has finished;
+ties and FSDP shards are reduced at the end of the step.
 """
 
 import math
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 class Bucket:
     """Parameters, by name, that all ranks of `group` hold. These ranks are the stages of a tie, data-parallel replicas,
-    tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one flat tensor.
-    A `tie` and shards are all-reduced at the end of a step. Other parameters are all-reduced when the `stages` of this
-    rank that use them have finished. If `copies` ranks compute the same gradient, only one of them `contributes`, so
-    that all of them get its gradient."""
+    tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one flat tensor:
+    those of a `tie` and of FSDP shards at the end of a step, and all others when the `stages` of this rank that use the
+    parameters have finished. If `copies` ranks compute the same gradient, only one of them `contributes`, so that all
+    of them get its gradient."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ def reduction_buckets(
 ) -> list[Bucket]:
     """Sort this rank's `parameters` into buckets. Call it on every rank of the world, since it creates process groups.
 
-    `axes(name)` returns the mesh axes along which a parameter's gradient is summed, in addition to the stage axis. The
-    slices of a stage compute copies of the gradients of the parameters in `copied`; slice 0 contributes its own.
+    `axes(name)` returns the mesh axes along which a parameter's gradient is summed, in addition to the stage axis. All
+    slices of a stage compute the same gradients of the parameters in `copied`; only slice 0 contributes them.
     """
     keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name)), name in copied) for name in parameters}
     wanted = sorted(set().union(*gather_objects(set(keys.values()), grid.world)))
@@ -154,7 +154,7 @@ class GradientSync:
     def problems(self) -> list[str]:
         """Error messages about hooks that would receive a partial gradient, and about modified partial gradients."""
         return [
-            f"{name} has a gradient hook, but several ranks hold the parameter (tied stages, or replicas). The hook "
+            f"{name} has a gradient hook, but several ranks hold the parameter (a tie, or replicas). The hook "
             "would see only one rank's part of the gradient: remove the hook, and modify the summed gradient between "
             "execute_pipeline and optimizer.step"
             for name, parameter in self._of_several()
@@ -252,7 +252,7 @@ class GradientSync:
 
 
 def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """Bundle the items with the same key, in order, into bundles of at most BUCKET bytes. A larger item has its own
+    """Divide the items with the same key, in order, into bundles of at most BUCKET bytes. A larger item has its own
     bundle."""
     bundles: dict[Any, list[list[T]]] = {}
     filled: Counter[Any] = Counter()  # bytes in the last bundle of each key

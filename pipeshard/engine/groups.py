@@ -1,4 +1,4 @@
-"""Groups: an optimizer's parameter groups, if a rank has only some of the parameters, or other tensors for them."""
+"""Groups: edits an optimizer's parameter groups, since a rank keeps only some of the parameters, or replaces them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-UNCOMPARED = ("params", "param_names")  # of a group: lists with one value for each parameter
+UNCOMPARED = ("params", "param_names")  # keys of a group for lists with one value per parameter
 
 
 def keep(group: dict[str, Any], places: Sequence[int]) -> None:
-    """Keep in a group only the parameters at these places, and their names, if the group has names."""
+    """Keep in a group only the parameters at the indices `places`, and their names, if the group has names."""
     named = [key for key in UNCOMPARED if group.get(key) is not None]
     for values in [group[key] for key in named if len(group[key]) == len(group["params"])]:
         values[:] = [values[k] for k in places]  # in place: the optimizer may have another reference to the list
 
 
 def options_per_parameter(optim: Optimizer) -> set[str]:
-    """The options that are lists with one value for each parameter of their group, which `keep` leaves whole. Options
-    that have a default, such as betas in a list, are omitted, whatever their length."""
+    """The names of options that are lists with one value for each parameter of a group; `keep` does not shorten these
+    lists. Options that have a default, such as betas in a list, are omitted, whatever their length."""
     return {
         key
         for group in optim.param_groups
@@ -50,8 +50,9 @@ def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parame
 
 
 def move_overrides(optimizer: Optimizer, became: Mapping[Tensor, Tensor]) -> None:
-    """Give each tensor that will replace a parameter in the groups the options that bitsandbytes' GlobalOptimManager
-    has for this parameter: by module, by index in the groups, or by id. Only ids remain, since indices change."""
+    """Assign the options that bitsandbytes' GlobalOptimManager has for each parameter in the groups to the tensor that
+    will replace it (`became` maps old to new). The options are stored by module, by index in the groups, or by id;
+    afterwards, only by id, since indices change."""
     manager: Any = getattr(optimizer, "mng", None)
     if not became or not hasattr(manager, "pid2config"):
         return

@@ -1,7 +1,7 @@
 """Hosted weight: a MasterWeight whose values and optimizer state are in host memory, where the optimizer updates them.
 
-A gradient stays on the device, on the model's parameter, until the optimizer has called its pre-hooks. Only then is it
-copied to the host, so that no other code can change just one of the two copies. ZeRO-Offload (Ren et al. 2021,
+The model's parameter keeps its gradient on the device. The gradient is copied to the host only after the optimizer has
+called its pre-hooks, so that no other code can change just one of the two copies. ZeRO-Offload (Ren et al. 2021,
 arXiv:2101.06840) also updates the values on the host.
 """
 
@@ -26,8 +26,8 @@ def stored_grad(tensor: Tensor) -> Tensor | None:
 
 class HostParameter(nn.Parameter):
     """The `master` of a HostedWeight. Outside the optimizer's update, `master` has no gradient, and a loop that clips
-    gradients would silently skip it. So outside the update, reading `grad` raises UsageError if the model's parameter
-    has a gradient. Setting `grad` outside the update always raises UsageError."""
+    gradients would silently skip `master`. So outside the update, reading `grad` raises UsageError if the model's
+    parameter has a gradient, and setting `grad` raises UsageError unless the new value is None."""
 
     pipeshard_weight: "weakref.ref[HostedWeight]"
 
@@ -61,7 +61,7 @@ class HostParameter(nn.Parameter):
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory, which is pinned if the tensor is on a GPU."""
+    """Copy a tensor to host memory, which is pinned if the tensor is dense and on a GPU."""
     if tensor.is_sparse:
         return tensor.detach().to("cpu", copy=True)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor.detach())

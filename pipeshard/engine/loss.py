@@ -1,4 +1,4 @@
-"""Loss rule: the formula that gives the loss of a batch from the losses of its microbatches.
+"""Loss rule: the formula that computes the loss of a batch from the losses of its microbatches.
 
 The mean over a batch is not the mean of the microbatches' means if microbatches have different numbers of samples or
 valid labels. A weighted mean divides by a number that only the criterion has. Most implementations of gradient
@@ -26,7 +26,7 @@ from pipeshard.hf import IGNORED
 logger = logging.getLogger("pipeshard")
 CLOSE = {torch.float32: ROUNDING, torch.float64: 1e-9}  # tolerated relative error of a sum; see `tolerance_of`
 CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
-MOST_RULES = 128  # at most this many are kept
+MOST_RULES = 128  # LossRules keeps at most this many
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class LossRule:
     divided by the batch's count.
 
     The count is the number of valid labels: the entries at `path`, from column `shift` on, that are not `ignore`. With
-    `masked`, only labels with an attention mask other than 0 are valid: some losses omit padding by the mask, whatever
-    its labels are. With `adds`, the count is the sum of all entries from this column on. If `path` is None, the count
-    is the number of samples. With `summed`, losses are added unweighted; with `each`, every microbatch counts as 1.
-    With `counted`, the criterion returns a sum and its count for each microbatch.
+    `masked`, only labels with an attention mask other than 0 are valid: some losses use the mask to omit padding,
+    whatever the labels of the padding are. With `adds`, the count is the sum of all entries from column `shift` on. If
+    `path` is None, the count is the number of samples. With `summed`, losses are added unweighted; with `each`, every
+    microbatch counts as 1. With `counted`, the criterion returns a sum and its count for each microbatch.
     """
 
     path: str | None = None
@@ -56,8 +56,8 @@ class LossRule:
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """The factor of each microbatch's loss. It is 0 for a microbatch without valid labels, unless no microbatch has
-        valid labels.
+        """The factor of each microbatch's loss. If the rule counts valid labels, the factor of a microbatch without
+        valid labels is 0, unless the full batch has none.
 
         If other replicas have parts of the batch, `total` maps the count of this replica's microbatches to the count of
         the full batch. With `counted`, `counts` are the counts that the criterion returned.
@@ -83,10 +83,10 @@ class LossRule:
         return [float(count) for count in torch.stack([leaf.double().sum() for leaf in leaves]).tolist()]
 
     def holds(self, losses: Losses, looser: float = 1.0) -> bool:
-        """Whether this rule gives the loss of the whole from the losses of the parts, within `looser` times the
+        """Whether this rule computes the loss of the whole from the losses of the parts, within `looser` times the
         tolerance for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole. If
-        the losses have gradients with respect to unit results, the rule must also give those of the whole; non-finite
-        gradients are ignored."""
+        the losses have gradients with respect to unit results, the rule must also compute the whole's gradients from
+        the parts' gradients; non-finite gradients are ignored."""
         whole, parts, batches = losses
         shares = [1.0] * len(parts) if self.counted else self.shares(batches)
         terms = [share * part.value if share else 0.0 for share, part in zip(shares, parts, strict=True)]
@@ -107,8 +107,8 @@ class LossRule:
 
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
-    """The gradient of the sum of the parts' losses, each times its share, with respect to one leaf. None if no part has
-    a gradient."""
+    """The gradient of the sum of the parts' losses, each times its share, with respect to the unit result at index
+    `leaf`. None if no part has a gradient."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None

@@ -1,7 +1,7 @@
 """Loss search: finds the rule that a model's loss follows, and proves it by trials.
 
 The model's own loss code runs on a few samples and on parts of them, with random values. A rule is accepted only if it
-holds in every trial, and a loss that follows no rule is refused.
+holds in every trial with finite losses, and a loss that follows no rule is refused.
 """
 
 import itertools
@@ -41,7 +41,7 @@ HALVES = (2,)  # the same for a model that rejects a single sample (batch norm i
 TELLING = 3  # number of telling trials (which could distinguish rules) in which a rule must hold
 FITS = 1.0, 4.0, 16.0  # how far unit results are moved to reduce the first part's loss only
 MISFIT = -64.0  # the same, to increase the loss
-LEAST_DIFFERENCE = 1e-3  # required difference of the two parts' losses, relative to the larger loss
+LEAST_DIFFERENCE = 1e-3  # required difference between the two parts' losses, relative to the larger loss
 AT_SIZES = 2  # number of telling trials at the batch's own sizes in which a rule must hold
 LOOSER = 5.0  # factor on the tolerated relative error of a sum over many samples
 MOST_DRAWN = 2**26  # limit of random elements in one trial at the batch's own or larger sizes
@@ -56,8 +56,8 @@ AUXILIARY = (
 )
 LOSS_REMEDY = (
     "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
-    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), for a sum of several "
-    "means return sums divided by the counts of the whole batch (0-d tensors in the batch, such as "
+    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), return, for a sum of "
+    "several means, sums divided by the counts of the whole batch (0-d tensors in the batch, such as "
     "batch['criterion.tokens'] = torch.tensor(n)), or use one microbatch"
 )
 
@@ -74,9 +74,9 @@ def prove_loss_rule(
 
     Runs the glue on a few samples and on parts of them, split at different positions, with random unit results and new
     random labels, weights and masks. The rule found (or the rule `known` for other sizes) must then also hold at
-    `sizes`. This test is skipped for transformers' own losses, which do not depend on sizes. Logs a warning if the rule
-    does not cover an auxiliary part of the loss, computed from side outputs of units (router logits) or from a second
-    kind of labels.
+    `sizes`. This test is skipped for transformers' own losses, which do not depend on sizes. Logs a warning if the test
+    was inconclusive, or if the rule does not cover an auxiliary part of the loss, computed from side outputs of units
+    (router logits) or from a second kind of labels.
 
     Raises ConfigurationError if no rule can be proven, or TraceError if glue takes a different path than in its trace.
     """
@@ -99,8 +99,8 @@ def prove_loss_rule(
         raise search.strayed
     if rule is None:
         why = (
-            "could not be verified on random values to be a mean or sum over samples or valid labels (does it weight "
-            "classes, compare samples with each other, or use its own normalizer?)"
+            "could not be verified, in trials with random values, to be a mean or sum over samples or valid labels "
+            "(does it weight classes, compare samples with each other, or use its own normalizer?)"
         )
         if flow.counts_results:
             why = (
@@ -151,8 +151,8 @@ class _Search:
     ) -> LossRule | None:
         """Find the rule, or return None. With `side_outputs`, side outputs of units are also random; otherwise they are
         zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. If the rule `known`
-        is passed, only this rule is tried, and only at the batch's own sizes. Unless it `shortens` the samples, they
-        have all positions."""
+        is passed, only this rule is tried, and only at the batch's sizes. With `shortens=False`, samples keep all
+        positions of the batch's samples."""
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)[not shortens :]
@@ -188,8 +188,8 @@ class _Search:
         return self.sizes is None and not ignored and self.rule(valid=True) is not None
 
     def is_of_shorter(self) -> bool:
-        """Whether the latest trials had shortened samples, although samples with all positions have few enough random
-        elements. Labels that are positions (the ends of an answer) may be out of range in a shortened sample."""
+        """Whether the latest trials had shortened samples, although MOST_DRAWN also allows samples with all positions.
+        Labels that are positions (the ends of an answer) may be out of range in a shortened sample."""
         is_shorter = self.flow.axes.shortened(self.batch, LENGTH) is not self.batch
         return is_shorter and self.failure is None and self._needs(self.batch, ROWS) <= MOST_DRAWN
 
@@ -230,7 +230,7 @@ class _Search:
         integers, floats = self.samples.integers, self.samples.floats
         labels = self._labels()
         for path in labels:
-            masks = (True, False) if self._reads_mask_of(path) else (False,)  # no trial tells them apart without a 0
+            masks = (True, False) if self._reads_mask_of(path) else (False,)  # masked first: without a 0, both hold
             for ignore, masked in itertools.product(self._ignored(path), masks):
                 yield from (LossRule(path, shift, ignore, masked) for shift in (0, 1))
         yield from (LossRule(), SUM)
@@ -249,8 +249,8 @@ class _Search:
                 yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
 
     def _labels(self) -> list[str]:
-        """The paths of the labels that the loss reads. If no name tells, they are all integer leaves that the loss
-        reads, the last one first."""
+        """The paths of the labels that the loss reads. If no leaf has a name of labels, all integer leaves that the
+        loss reads, the last one first."""
         read = [path for path in self.samples.integers if path in self.read]
         return targets(read) or read[::-1]
 
@@ -261,7 +261,7 @@ class _Search:
 
     def _ignored(self, path: str) -> list[int]:
         """The labels that may mean "no label". GPU kernels abort for a label that is out of range. So on a GPU, a
-        criterion is tried with negative labels only if the batch contains such labels."""
+        criterion is tried only with those negative labels that the batch contains."""
         observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
@@ -288,10 +288,10 @@ class _Search:
         return self._slopes_hold(rule) and self._holds_without_valid(rule) and self._holds_at_sizes(rule)
 
     def _holds_without_valid(self, rule: LossRule) -> bool:
-        """Whether a rule also holds if one part, or only the last sample, has no valid entry. If the rule counts
-        entries, these samples then add nothing, but a focal loss divided by the number of objects also sums over the
-        background. If the rule counts samples, these samples also count, but a loss may omit them. So such a rule is
-        tried with each mark in the ranges of the batch's values: later batches in these ranges are not tried."""
+        """Whether a rule also holds if the second part, or only the last sample, has no valid entry. A rule that counts
+        entries gives such samples no weight, but a focal loss divided by the number of objects also sums over the
+        background. A rule that counts samples gives them full weight, but a loss may omit them: it is tried with each
+        mark in the ranges of the batch's values, since later batches in these ranges are not tried."""
         if self.sizes is None or rule.counted:
             return True
         if rule.path is not None:
@@ -312,8 +312,8 @@ class _Search:
         return [*dict.fromkeys([*labels, *others])]
 
     def _refuse_least_count(self) -> None:
-        """Raise ConfigurationError if the criterion returns a count for samples without labels, or with a mask of
-        zeros, since these counts are added up."""
+        """Raise ConfigurationError if the parts' counts do not sum to the count of the whole when the second part has
+        no labels, or a mask of zeros: the criterion's count then has a lower bound."""
         for path, mark in self._marks() if self.sizes is not None else ():
             losses = self._without_valid(self.samples.draw(self.level, 0), path, mark, self.cuts[0])
             if losses is not None and losses.whole.denominator and not losses.counts_add_up:
@@ -461,8 +461,8 @@ def _telling(
     rule: LossRule, trials: Iterable[Losses | None], enough: int, looser: float = 1.0, gives_up: bool = True
 ) -> int | None:
     """Count the trials, up to `enough`, that could have distinguished this rule from other rules. Returns None if the
-    rule does not hold in one of the trials. With `gives_up`, ends at the first failed trial after the first trial if
-    none has counted so far: the loss rejects such labels."""
+    rule does not hold in one of the trials. With `gives_up`, returns 0 as soon as the second or a later trial fails and
+    no trial has counted so far: the loss rejects such labels."""
     telling = 0
     for number, losses in enumerate(trials):
         if losses is not None and losses.is_finite:

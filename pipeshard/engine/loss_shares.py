@@ -26,8 +26,9 @@ from pipeshard.split.policy import Policy
 
 
 class LossShares:
-    """The rules that combine the microbatch losses into the loss of a batch. `find(batch, criterion)` returns the Way
-    of a microbatch. `is_unchanged()` returns whether all Python values are those with which the state was first found.
+    """Finds and applies the rules that combine microbatch losses. `find(batch, criterion)` returns the Way of a
+    microbatch. `is_unchanged()` returns whether no Python value of the model and the criterion has changed since their
+    current state was first recorded.
 
     If `weight` is None, each replica in the process group `replicas` has a part of one batch (`replicas` is None for a
     single replica). Otherwise each replica has its own batch, and `weight` is the factor of this batch's loss in the
@@ -66,8 +67,8 @@ class LossShares:
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
     ) -> list[float]:
         """The share of each microbatch of one batch. Stages other than the last do not need shares: there, each share
-        is 1.0. If a criterion turns a mean into a sum, the sum is NaN for a microbatch without valid labels; its share
-        is 0."""
+        is 1.0. If a criterion computes its sum as a mean times the count, the sum of a microbatch without valid labels
+        is NaN; the share of this microbatch is 0."""
         if not self.is_last:
             return [1.0] * len(batches)
         if not rule.counted:
@@ -158,11 +159,11 @@ class LossShares:
     def _counts(
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None
     ) -> list[tuple[float, bool]]:
-        """The count that the criterion returns for each microbatch, and whether the sum of nothing is NaN. The counts
-        are computed before the first backward, which needs their sum. If the trace recorded how the count depends on
-        the batch, the count is computed from the batch. Otherwise, the criterion computes it from placeholder unit
-        results, also in a step in which a Python value differs from its value in the trace. The first count of each
-        trace is computed in both ways and compared."""
+        """The count that the criterion returns for each microbatch, and whether the count is 0 and the sum is NaN. The
+        counts are computed before the first backward, which needs their sum. If the trace recorded how the count
+        depends on the batch, and no Python value has changed since, the count is computed from the batch. Otherwise,
+        the criterion computes it from placeholder unit results. The first count of each trace is computed in both ways
+        and compared."""
         glue: Glue | None = None
         counts = []
         is_unchanged = any(flow.count is not None for flow, _ in ways) and self.is_unchanged()
@@ -179,7 +180,8 @@ class LossShares:
         return counts
 
     def _count_of_batch(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float | None:
-        """The criterion's count, computed from the batch alone, or None if it is 0 or the trace did not record it."""
+        """The criterion's count, computed from the batch alone. None if the count is 0, if the trace did not record how
+        to compute it, or if the first count was wrong."""
         if flow.count is None or not self._counted.get(flow, True):
             return None
         can_be_asked, count = flow.count.ask(batch.tensors, deltas)

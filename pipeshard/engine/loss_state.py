@@ -60,7 +60,7 @@ class LossState:
 
 
 def _may_weight(module: nn.Module) -> bool:
-    """Whether the module's class may compute a loss from tensors of its own."""
+    """Whether the module's class may compute a loss from the module's tensors, such as class weights."""
     name = type(module).__module__
     return name == LOSSES or name.split(".")[0] not in LIBRARIES
 
@@ -90,8 +90,8 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
 
 
 def of_entries(batch: Batch) -> tuple[Hashable, ...]:
-    """The kinds of the lists and arrays with one entry per sample: the kinds of their numbers, the kind of a string
-    that all entries share, and whether all entries have tensors of the same shapes."""
+    """The kinds of the lists and arrays with one entry per sample: the kind of their numbers, their string if they
+    contain only one distinct string, and whether all entries have tensors of the same shapes."""
     kinds: list[Hashable] = []
     for entries in batch.entries.values():
         if isinstance(entries, np.ndarray) and entries.dtype.kind in NUMBERS:

@@ -52,8 +52,7 @@ class Samples:
     `read` contains the paths of the leaves that the loss reads, and `consulted` the paths of the leaves on whose values
     Python branches. Integers are drawn from the batch's values and, if there are few, the values between them; masks
     remain masks. Other floating-point values are moved, or drawn from the batch's values and possible marks of missing
-    values. If the loss `is_known` (one of transformers' own), these other values are only scaled, and complex values
-    always are.
+    values; if the loss `is_known` (one of transformers' own), they are only scaled. Complex values are always scaled.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class Samples:
 
 
 def without_valid(batch: Batch, path: str, ignore: float, at: int) -> Batch:
-    """`batch` with `ignore` as every label `path` of the samples from `at` on."""
+    """`batch` with `ignore` as every label at `path` in the samples from index `at` on."""
 
     def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
         if name != path:
@@ -238,7 +237,7 @@ class Measured(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The loss of some samples (`whole`), the losses of the two `parts` of these samples, and the two parts."""
+    """The loss of some samples (`whole`), the losses of two `parts` of these samples, and the parts' `batches`."""
 
     whole: Measured
     parts: list[Measured]
@@ -276,7 +275,7 @@ def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Glue:
-    """Runs the glue of a model, and its criterion, with given values instead of unit results. No other code may change
+    """Runs the glue of a model, and the criterion, with given values instead of unit results. No other code may change
     the model between two runs."""
 
     def __init__(self, model: nn.Module, criterion: Criterion | None, device: torch.device) -> None:
@@ -293,7 +292,7 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """Measure the loss of `batch`, and its gradients with respect to `by`. Returns None without a loss.
+        """Measure the loss of `batch`, and the loss's gradients with respect to `by`. Returns None without a loss.
         `result(key, spec)` returns a leaf of a unit's result; only the calls in `running` run their units. The
         criterion is called `times` times. The state of the model, the criterion and the generators is restored
         afterwards."""
@@ -404,7 +403,7 @@ class LossTrial:
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> Losses | None:
         """Measure the loss of `batch` (the samples with random values), of its first `at` samples, and of its other
-        samples. Returns None if one of the three has no loss, or if the model rejects these values. With `fit`, unit
+        samples. Returns None if one of the three has no loss, or if the model or the criterion fails. With `fit`, unit
         results of the first `at` samples are moved by at most `abs(fit)`, to reduce these samples' loss or, if `fit` is
         negative, to increase it. With `sloping`, the losses have gradients with respect to all random unit results."""
         rows, draws = range(batch.rows), SharedDraws()
@@ -431,8 +430,8 @@ class LossTrial:
         return None if whole is None or len(losses) != len(parts) else Losses(whole, losses, batches)
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
-        """Whether the criterion returns the same loss, except for rounding, when it is called again with the same
-        output. Also True without a loss or for NaN. A GPU's kernel may add in another order."""
+        """Whether the criterion returns the same loss when it is called again with the same output, except for
+        rounding: a GPU kernel may add in a different order. Also True if there is no loss, or if the loss is NaN."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         if once is None or again is None or math.isnan(once.value):

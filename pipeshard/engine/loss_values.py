@@ -3,7 +3,8 @@
 A loss may omit entries because of their value, for example targets that are NaN, -1 or -100, or depths of 0. A rule
 that was tried without such marks is not proven for a batch that contains them. So the ranges of the values that the
 loss reads are stored with each rule, and the rule is tried again for a batch with values outside these ranges. Ranges
-of floating-point values are wide: only a value with a new sign or power of four, or a first zero or NaN, is outside.
+of floating-point values are wide: only a value with a new sign, beyond the next power of four, or the first zero or NaN
+is outside.
 """
 
 import math
@@ -19,7 +20,7 @@ from pipeshard.hf import MASK
 SPAN = 64  # an integer leaf with at most this many values is tried with all of them
 TINY = math.ulp(0.0)  # the smallest positive number: a bound of ranges without zero
 MISSING = -1.0, -100.0  # marks of a missing value in a leaf with negative values
-MOST_VALUES = 4096  # values of a floating-point leaf that draws use
+MOST_VALUES = 4096  # at most this many values of a floating-point leaf are used in draws
 SHARE = 0.4  # share of the entries that a draw replaces with marks
 
 
@@ -35,7 +36,7 @@ class Range(NamedTuple):
     @classmethod
     def of_integers(cls, leaf: Tensor, is_known: bool = False) -> Self:
         """The range of integers, extended to include 0 and 1 if the highest integer is below SPAN. If the loss
-        `is_known`, any token of 1 or more counts as within the range."""
+        `is_known`, the range of tokens (two dimensions, and higher integers) contains all integers from 1 on."""
         low, high = (int(extreme) for extreme in leaf.long().aminmax())
         if high < SPAN:
             return cls(min(low, 0), max(high, 1))
@@ -126,7 +127,7 @@ class Values:
 
     def draw(self, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
         """The values of draw `number` for a leaf like `leaf`: random valid values, some replaced by marks. In a sample
-        with several entries, at least one entry is not a mark. If each sample has one entry, exactly one entry is a
+        with several entries, at least one entry is not a mark. If each sample has one entry, exactly one sample has a
         mark. Successive draws use all marks in turn."""
         values = self._chosen(self.valid, leaf, generator)
         if not len(self.drawn):
