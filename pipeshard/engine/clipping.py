@@ -78,7 +78,7 @@ class ModelGradients:
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
-        self._mixed: list[Tensor] = []  # their gradients are sums over earlier steps and a failed step
+        self._mixed: list[Tensor] = []  # tensors whose gradients include parts of a failed step
         self.parts: list[list[nn.Parameter]] = []
 
     @property
@@ -99,7 +99,7 @@ class ModelGradients:
         return [*self._holders, *masters]
 
     def shard_of(self, tensors: Sequence[Tensor]) -> str | None:
-        """If one of `tensors` is only this rank's shard of a parameter, the name of the first such parameter, otherwise
+        """The name of the parameter of the first tensor in `tensors` that is only this rank's shard of a parameter, or
         None."""
         sharded = {
             id(w.master): w.name for w in self.weights.values() if isinstance(w.parameter, DTensor) and not w.plain
@@ -304,8 +304,9 @@ class ModelGradients:
             raise UsageError(
                 f"max_norm={self.max_norm} clips by the norm of the full model, but there are gradients of parameters "
                 f"that no boosted optimizer contains: {listed(untrained, 3)}. Freeze these parameters "
-                "(requires_grad_(False)), add them to an optimizer, or pass max_norm=0 and call "
-                "optimizer.clip_grad_by_norm(max_norm), which counts all gradients"
+                "(requires_grad_(False)) and clear their gradients (model.zero_grad()), add the parameters to an "
+                "optimizer, or pass max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all "
+                "gradients"
             )
 
 

@@ -39,7 +39,7 @@ class WeightCopies:
     several optimizers have the weight.
 
     Attributes:
-        zero: whether one replica updates each weight for all replicas.
+        zero: whether only one replica, the owner, updates each weight (ZeRO).
     """
 
     def __init__(self, weights: Mapping[str, MasterWeight], grid: Grid) -> None:

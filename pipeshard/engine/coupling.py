@@ -325,7 +325,7 @@ class Operators(Watching, DispatchMode):
 
 
 class Readers(Watching, TorchFunctionMode):
-    """Reports to its Coupling the tensors that Python reads without torch's dispatcher (tolist, numpy)."""
+    """Reports tensors that Python reads without torch's dispatcher (tolist, numpy) to its Coupling."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()
@@ -336,7 +336,7 @@ class Readers(Watching, TorchFunctionMode):
 
 @contextmanager
 def others_suspended() -> Iterator[None]:
-    """Context manager in which no model watches. Tags are kept."""
+    """Context manager in which no Coupling watches operators. Tags are kept."""
     modes = [mode for mode in modes_entered() if isinstance(mode, Operators | Readers)]
     leave_below(*modes)
     try:

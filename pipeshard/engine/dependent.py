@@ -62,9 +62,9 @@ def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exceptio
     return (
         f"the {who} fails for rows {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch "
         f"of {batch.rows} rows: {type(error).__name__}{where}: {error}. {remedy}If an input contains row "
-        f"indices, pass num_microbatches=1 to PipelinePlugin. If the first dimension of one of {', '.join(names)} is "
-        f"not the batch dimension, pass batch_dims instead, for example batch_dims={example} to send the full tensor "
-        "with every microbatch"
+        "indices, pass num_microbatches=1 to PipelinePlugin. If the first dimension of one of "
+        f"{', '.join(names) or 'the inputs'} is not the batch dimension, pass batch_dims instead, for example "
+        f"batch_dims={example} to send the full tensor with every microbatch"
     )
 
 

@@ -44,7 +44,7 @@ MISFIT = -64.0  # the same, to increase the loss
 LEAST_DIFFERENCE = 1e-3  # required difference between the two parts' losses, relative to the larger loss
 AT_SIZES = 2  # number of telling trials at the batch's own sizes in which a rule must hold
 LOOSER = 5.0  # factor on the tolerated relative error of a sum over many samples
-MOST_DRAWN = 2**26  # limit of random elements in one trial at the batch's own or larger sizes
+MOST_DRAWN = 2**26  # most random elements in one trial at the batch's own or larger sizes
 VIEWS = (
     ". If layers process several views of each sample together, keep the views in the order of the samples: "
     "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
@@ -70,7 +70,7 @@ def prove_loss_rule(
     sizes: Sizes,
     known: LossRule | None = None,
 ) -> ProvenRule:
-    """Find the rule that gives the loss of a batch like `batch` from the losses of its parts.
+    """Find the rule that computes the loss of a batch like `batch` from the losses of its parts.
 
     Runs the glue on a few samples and on parts of them, split at different positions, with random unit results and new
     random labels, weights and masks. The rule found (or the rule `known` for other sizes) must then also hold at

@@ -39,7 +39,7 @@ UNLABELLED = 255  # the label of pixels without a class in segmentation datasets
 EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is random
 NORMAL, PROBABILITIES = range(2)  # the distribution of unit results; some losses only accept probabilities
 ROUNDING = 4e-6  # relative difference of two fp32 losses that may be rounding
-MOST_FILLERS = 8  # fillers of a leaf that are drawn as often as special tokens, and tried as marks
+MOST_FILLERS = 8  # at most this many fillers of a leaf are drawn as often as special tokens, and tried as marks
 REPEATED = 2**20 + 7  # prime, so that no two samples have the same values
 SHORT = torch.float16, torch.bfloat16
 LeafKey = tuple[str, int, int]  # leaf of a unit's result: the unit, the number of its earlier calls, the leaf's index
@@ -431,7 +431,7 @@ class LossTrial:
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
         """Whether the criterion returns the same loss when it is called again with the same output, except for
-        rounding: a GPU kernel may add in a different order. Also True if there is no loss, or if the loss is NaN."""
+        rounding: a GPU kernel may add in a different order. Also True without a loss, or if the loss is NaN."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         if once is None or again is None or math.isnan(once.value):

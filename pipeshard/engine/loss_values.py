@@ -3,8 +3,8 @@
 A loss may omit entries because of their value, for example targets that are NaN, -1 or -100, or depths of 0. A rule
 that was tried without such marks is not proven for a batch that contains them. So the ranges of the values that the
 loss reads are stored with each rule, and the rule is tried again for a batch with values outside these ranges. Ranges
-of floating-point values are wide: only a value with a new sign, beyond the next power of four, or the first zero or NaN
-is outside.
+of floating-point values are wide: only a value with a new sign, a value beyond the next power of four, and the first
+zero or NaN are outside.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeshard.batch.batch import Batch
 from pipeshard.hf import MASK
 
-SPAN = 64  # an integer leaf with at most this many values is tried with all of them
+SPAN = 64  # an integer leaf whose highest value is below SPAN is tried with all values up to the highest
 TINY = math.ulp(0.0)  # the smallest positive number: a bound of ranges without zero
 MISSING = -1.0, -100.0  # marks of a missing value in a leaf with negative values
 MOST_VALUES = 4096  # at most this many values of a floating-point leaf are used in draws
@@ -35,8 +35,8 @@ class Range(NamedTuple):
 
     @classmethod
     def of_integers(cls, leaf: Tensor, is_known: bool = False) -> Self:
-        """The range of integers, extended to include 0 and 1 if the highest integer is below SPAN. If the loss
-        `is_known`, the range of tokens (two dimensions, and higher integers) contains all integers from 1 on."""
+        """The range of integers. If the highest integer is below SPAN, the range also contains 0 and 1. Otherwise, if
+        the loss `is_known` and the leaf has two dimensions (tokens), the range contains all integers from 1 on."""
         low, high = (int(extreme) for extreme in leaf.long().aminmax())
         if high < SPAN:
             return cls(min(low, 0), max(high, 1))
