@@ -56,9 +56,9 @@ AUXILIARY = (
 )
 LOSS_REMEDY = (
     "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
-    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), return, for a sum of "
-    "several means, sums divided by the counts of the whole batch (0-d tensors in the batch, such as "
-    "batch['criterion.tokens'] = torch.tensor(n)), or use one microbatch"
+    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), return sums divided by "
+    "the counts of the whole batch if the loss is a sum of several means (pass the counts as 0-d tensors in the batch, "
+    "such as batch['criterion.tokens'] = torch.tensor(n)), or use one microbatch"
 )
 
 

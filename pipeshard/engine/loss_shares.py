@@ -26,9 +26,9 @@ from pipeshard.split.policy import Policy
 
 
 class LossShares:
-    """Finds and applies the rules that combine microbatch losses. `find(batch, criterion)` returns the Way of a
-    microbatch. `is_unchanged()` returns whether no Python value of the model and the criterion has changed since their
-    current state was first recorded.
+    """Finds and applies the rules that combine microbatch losses into a batch's loss. `find(batch, criterion)` returns
+    the Way of a microbatch. `is_unchanged()` returns whether no Python value of the model and the criterion has changed
+    since their current state was first recorded.
 
     If `weight` is None, each replica in the process group `replicas` has a part of one batch (`replicas` is None for a
     single replica). Otherwise each replica has its own batch, and `weight` is the factor of this batch's loss in the
@@ -66,7 +66,7 @@ class LossShares:
     def of(
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
     ) -> list[float]:
-        """The share of each microbatch of one batch. Stages other than the last do not need shares: there, each share
+        """The share of each microbatch of one batch. Ranks without the last stage do not need shares: there, each share
         is 1.0. If a criterion computes its sum as a mean times the count, the sum of a microbatch without valid labels
         is NaN; the share of this microbatch is 0."""
         if not self.is_last:
@@ -121,7 +121,7 @@ class LossShares:
             raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
-        """Find the rule for `batch`, unless it is known, on this rank only. `first` is a microbatch of `batch`."""
+        """Find the rule for `batch`, without communication, unless it is known. `first` is a microbatch of `batch`."""
         kind, sizes = self._kind(batch, criterion), self._sizes(batch, first.rows)
         if self.rules.covers(kind, batch, sizes):  # only another rank or another batch lacks the rule
             return
