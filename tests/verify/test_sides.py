@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeshard.engine.loss import LossRule
+from pipeshard.verify import local
 from pipeshard.verify.local import LocalPipeline
 from pipeshard.verify.proof import DIFFERENT, EXACT
 from pipeshard.verify.reference import Reference
@@ -154,3 +155,50 @@ def steps() -> list[int]:
 def test_no_step_is_taken_twice(pool: Pool) -> None:
     """With the two of the split model. It took 9 steps, and 10 with dropout."""
     assert pool.run(steps, 1) == [[4, 5]]
+
+
+class Box:
+    """An object without tensors."""
+
+
+class Boxing(nn.Module):
+    """A layer that returns an object beside its result: none, its own, or a new function."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.linear, self.returns = nn.Linear(WIDTH, WIDTH), returns
+        self.box = Box() if returns == "its own" else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return torch.tanh(self.linear(x)), (lambda: x.shape) if self.returns == "a new function" else self.box
+
+
+class Boxes(nn.Module):
+    """Refuses the objects of another copy of the model."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Boxing(returns) for _ in range(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x, box = layer(x)
+            if layer.returns != "a new function" and box is not layer.box:
+                raise RuntimeError("an object of another copy")
+        return {"loss": F.mse_loss(x, labels)}
+
+
+def traces_of_proof(returns: str) -> tuple[str, int]:
+    """The kind of a proof with two stages, and how often it traced the model."""
+    batch = {"x": torch.randn(ROWS, WIDTH), "labels": torch.randn(ROWS, WIDTH)}
+    with mock.patch.object(local, "traced", wraps=local.traced) as tracing:
+        return proof_of(Boxes(returns), batch).kind, tracing.call_count
+
+
+def test_a_proof_traces_the_model_once_for_all_ranks(pool: Pool) -> None:
+    """With eight stages, half of the proof's time went into eight equal traces. Only functions and the like, made in the
+    trace of one copy, are not passed to other copies."""
+    assert pool.run(traces_of_proof, 1, "none") == [(EXACT, 1)]
+    assert pool.run(traces_of_proof, 1, "its own") == [(EXACT, 1)]
+    assert pool.run(traces_of_proof, 1, "a new function") == [(EXACT, 2)]
