@@ -27,13 +27,13 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
     "olora": lambda layer, adapter: layer.olora_init(adapter),
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
-READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these from the weights, and does not save them
+READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these kinds from the weights, and does not save them
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
 COPIES = "ModulesToSaveWrapper"  # peft's class for a module that adapters train in full, with its copies
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
 AFTER_BOOST = (
-    ", or modify parameters after boost: those of model.unwrap().parameters() that this rank holds (not "
-    "pipeshard.split.materialize.is_released(parameter))"
+    ", or modify the parameters after boost: in model.unwrap().parameters(), those for which "
+    "pipeshard.split.materialize.is_released(parameter) is False"
 )
 WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"
 
@@ -54,16 +54,16 @@ def refuse_changed_blank(model: nn.Module) -> None:
     for changed, how, instead in ((written, "modified", AFTER_BOOST), (moved, "moved to another name or model", "")):
         if changed:
             raise ConfigurationError(
-                f"these parameters were {how} before boost: {listed(changed, 3)}. PipelinePlugin.from_pretrained has "
-                "created them without values, and boost loads the folder's values by name. Load the "
+                f"these parameters were {how} before boost: {listed(changed, 3)}. PipelinePlugin.from_pretrained "
+                "created them without values, and boost loads the checkpoint's values by name. Load the "
                 f"{type(without_adapters(model)[1]).__name__} with its own class's from_pretrained, which reads all "
                 f"weights in every process{instead}"
             )
 
 
 def refuse_unloaded_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError for parameters of a model of PipelinePlugin.from_pretrained in another module, into
-    which boost does not load the folder."""
+    """Raise ConfigurationError if PipelinePlugin.from_pretrained created some parameters of `model`, but not `model`
+    itself: boost loads the checkpoint only into the model that from_pretrained returned."""
     if (noted := _noted(model)) and not getattr(model, "_pretrained", None):
         raise ConfigurationError(
             f"PipelinePlugin.from_pretrained created these parameters without values: {listed([*noted], 3)}. Boost "
@@ -75,8 +75,8 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
 
 
 def refuse_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError for parameters of a model of PipelinePlugin.from_pretrained, if nothing loads its
-    folder."""
+    """Raise ConfigurationError if PipelinePlugin.from_pretrained created some parameters of `model`. Called for
+    targets that do not call boost, which would load the checkpoint."""
     if noted := _noted(model):
         raise ConfigurationError(
             f"PipelinePlugin.from_pretrained created these parameters without values: {listed([*noted], 3)}. This "
@@ -87,7 +87,7 @@ def refuse_blank(model: nn.Module) -> None:
 
 
 def _noted(model: nn.Module) -> dict[str, tuple[nn.Parameter, Noted]]:
-    """The parameters on meta of models of PipelinePlugin.from_pretrained, by their full names."""
+    """The meta parameters that PipelinePlugin.from_pretrained created, by their full names, each with its Noted."""
     return {full: (p, vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}
 
 
@@ -119,8 +119,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 
 @contextmanager
 def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
-    """Context manager in which peft may add adapters to a model on meta. On exit, new copies of modules
-    (`modules_to_save`) are on meta if their only values are those of the original.
+    """Context manager in which peft may add adapters to a model on meta. On exit, parameters of new
+    copies of modules (`modules_to_save`) are moved to meta if they contain only the values of stand-ins.
 
     Raises ConfigurationError if another new parameter has been computed from weights; with `begins_later`, new
     parameters of LoRA layers are accepted, since `begin` computes them again.
@@ -150,20 +150,21 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
 
 @contextmanager
 def adding_saved(model: nn.Module) -> Iterator[None]:
-    """Context manager in which peft may load saved adapters into a model on meta. The base weights that peft saves with
-    the adapters of an embedding or a head are no longer on meta on exit, as if the script had set them."""
+    """Context manager in which peft may load saved adapters into a model on meta. If peft has saved base
+    weights (of an embedding or a head) with the adapters, these weights have the saved values on exit, and are no
+    longer on meta, as if the script had set them."""
     blank = {parameter for parameter in model.parameters() if parameter.is_meta}
     saved: dict[nn.Parameter, Tensor] = {}
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        """Take the values that torch could not copy into stand-ins. Values of another shape remain: torch's error names
-        them."""
+        """Move from `state` to `saved` the values that torch could not copy into stand-ins. Values of another shape
+        stay in `state`, so that torch raises an error that names them."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for full in base_names(model):
             parameter, value = parameters.get(full), state.get(prefix + full)
             if parameter in blank and value is not None and value.shape == parameter.shape:
                 saved[parameter] = state.pop(prefix + full)
-        for full, buffer in [*model.named_buffers(remove_duplicate=False)]:  # such as those of a trained copy
+        for full, buffer in [*model.named_buffers(remove_duplicate=False)]:  # such as the buffers of a trained copy
             if buffer.is_meta and prefix + full in state:  # torch then copies the value
                 path, key = full.rpartition(".")[::2]
                 model.get_submodule(path)._buffers[key] = torch.empty_like(buffer, device="cpu")
@@ -229,7 +230,7 @@ def _of_base(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _has_other_values(parameter: nn.Parameter, stand_in: Tensor) -> bool:
-    """Whether a parameter was replaced, rather than moved or cast."""
+    """Whether the data of a parameter was replaced, rather than moved to another device or cast."""
     is_moved = (parameter.device, parameter.dtype) != (stand_in.device, stand_in.dtype)
     return not is_moved and parameter.data_ptr() != stand_in.data_ptr()
 
@@ -261,12 +262,12 @@ def _kind(config: Any) -> str:
 
 def refuse_changed_base(config: Any) -> None:
     """Raise ConfigurationError for saved adapters whose initialization changes the weights of their layer, or computes
-    tensors from them that peft does not save: peft repeats this when it loads the adapters."""
+    tensors from these weights that peft does not save: peft repeats this when it loads the adapters."""
     kind, how = _kind(config), str(getattr(config, "init_lora_weights", True)).lower()
     if kind in READS_BASE:
         raise ConfigurationError(
-            f"peft computes a part of saved {kind} adapters from the weights when it loads them, but the model is on "
-            f"meta. {WITH_WEIGHTS}"
+            f"when peft loads saved {kind} adapters, it computes some of their tensors from the weights, but the model "
+            f"is on meta. {WITH_WEIGHTS}"
         )
     if how.startswith(CHANGES_BASE):
         raise ConfigurationError(
@@ -318,8 +319,8 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
 
 
 def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
-    """By name, the new values of the parameters of `layer` that peft changes to initialize the adapter. The layer
-    itself is restored. peft initializes adapters in the dtype of the base weights, and casts the adapters later."""
+    """The parameters of `layer` that peft changes to initialize the adapter: a dict from names to new values.
+    `layer` itself is restored. peft initializes adapters in the dtype of the base weights, and casts them later."""
     before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
     values = {name: parameter.data for name, parameter in before.items()}
     how, dtype = config.init_lora_weights, next(layer.get_base_layer().parameters()).dtype
@@ -344,9 +345,9 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
 
 def base_names(model: nn.Module, active: bool = False) -> dict[str, str]:
     """Map the full name of each tensor to its name in the base architecture. Trained copies (`modules_to_save`) have
-    the name of the original. Adapters are omitted. With `active`, of a module and its trained copies only the one that
-    a forward uses is included: the active adapter's copy, or the original if this adapter has no copy. In a model
-    without adapters, the two names of a tensor are equal."""
+    the name of the original. Adapters are omitted. With `active`, modules that a forward does not
+    use are also omitted: the copies of inactive adapters, and originals that the copies of active adapters replace. In
+    a model without adapters, the two names of a tensor are equal."""
     prefix, base = without_adapters(model)
     return dict(_named(base, prefix, "", active))
 

@@ -23,7 +23,7 @@ def balance(
     ranks: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
-    """Return the number of consecutive calls per stage that minimizes the largest stage cost, then the sum of squared
+    """Return the numbers of consecutive calls per stage that minimize the largest stage cost, then the sum of squared
     stage costs. `forbidden` contains the calls before which no cut is allowed, each with the reason. `fits(stage,
     start, end)` returns whether a stage can hold the calls from start to end (exclusive). If a range does not fit, no
     range that contains it may fit. `ranks` is the rank of each stage. If the ranks form a V, blocks of inseparable
@@ -34,7 +34,7 @@ def balance(
     Raises PartitionError if fewer parts than stages are possible, or if no partition fits.
     """
     if num_stages == 1 and fits is None:
-        return [len(costs)]  # no cut, so no unit call is needed either
+        return [len(costs)]  # without a cut, the model may have no unit calls
     forbidden = forbidden or {}
     starts = [k for k in range(len(costs)) if k == 0 or k not in forbidden]
     if len(starts) < num_stages:

@@ -1,4 +1,4 @@
-"""Differences: how a unit call or a forward differs from the trace, and the errors that say so."""
+"""Differences: the comparison of a unit call or a forward with its trace, and the texts of the errors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +55,7 @@ def is_like(leaf: Any, seen: TensorSpec) -> bool:
 
 
 def has_more(tensor: Tensor) -> bool:
-    """Whether a tensor that is not a parameter has additional attributes."""
+    """Whether a tensor has additional attributes. False for a parameter."""
     return bool(vars(tensor)) and not isinstance(tensor, nn.Parameter) and bool(added(tensor))
 
 
@@ -81,12 +81,12 @@ def is_as(leaf: Any, seen: Any) -> bool:
 
 
 def differ(leaves: Sequence[Any], seen: Sequence[Any]) -> bool:
-    """Whether a constant differs from the one in `seen`."""
+    """Whether the number of leaves, or a constant among them, differs from `seen`."""
     if len(leaves) != len(seen):
         return True
     return any(is_comparable(then) and not is_as(leaf, then) for leaf, then in zip(leaves, seen))
 
 
 def tree_text(tree: Any) -> str:
-    """A short description of a tree."""
+    """A description of a tree, in at most 120 characters."""
     return str(tree).removeprefix("TreeSpec(").removesuffix(")")[:120]

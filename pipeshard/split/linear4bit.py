@@ -94,8 +94,8 @@ def _layout(state: Any) -> tuple[Any, ...]:
 
 @cache
 def quantized_blank(shape: tuple[int, int], dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:
-    """Quantize a weight on meta. The result is cached for all weights of the same sizes, since a model may have
-    hundreds of them."""
+    """Quantize a weight on meta. The result is cached for each shape, dtype and set of options, since a model may have
+    hundreds of equal weights."""
     return functional.quantize_4bit(torch.empty(shape, dtype=dtype, device="meta"), **options)
 
 
@@ -108,11 +108,11 @@ def quantize_4bit(
     quant_type: str,
     quant_storage: torch.dtype,
 ) -> Any:
-    """Quantize the parts of a tensor of this shape into `packed`, and return the `quant_state`. Except for the last
-    part, the number of elements is a multiple of `blocksize`.
+    """Quantize the parts of a tensor of this shape into `packed`, and return the `quant_state`. In each
+    part except the last, the number of elements is a multiple of `blocksize`.
 
-    The result is bit for bit that of bitsandbytes' function of the same name. On a CPU, bitsandbytes' function needs
-    about thirty times the memory of its result.
+    The result is bit for bit that of bitsandbytes' function of the same name, which on a CPU needs about thirty times
+    the memory of its result.
     """
     scales = torch.empty(-(-shape.numel() // blocksize), dtype=torch.float32, device=packed.device)
     values, blocks = 0, 0

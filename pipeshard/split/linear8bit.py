@@ -34,7 +34,7 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 
     @torch.no_grad()
     def pack(self, value: Rows) -> None:
-        # Bit for bit as bitsandbytes, which would copy all of its input in higher precision.
+        # Same result, bit for bit, as bitsandbytes' own function, which copies its whole input in higher precision.
         self.state.SCB = quantize_rows(
             self.parts(value),
             self.weight.data,
@@ -48,7 +48,7 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
         self.weight.data, self.state.SCB = value, rows
 
     def product(self, x: Tensor) -> Tensor:
-        state = copy.copy(self.state)  # bitsandbytes writes to it
+        state = copy.copy(self.state)  # bitsandbytes writes to the state
         state.CB, state.is_training = self.weight.data, self.training
         if state.SCB is None:
             state.SCB = torch.ones(len(self.weight), device=self.weight.device)
@@ -60,8 +60,8 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 
 
 def _forget_input(node: Any) -> None:
-    """Remove the input from a product's autograd node. bitsandbytes keeps it for the gradient of the weight, which is
-    frozen, and as an attribute, which `offload="activations"` cannot move to the host."""
+    """Remove the input from a product's autograd node. bitsandbytes keeps the input for the gradient of the weight, but
+    the weight is frozen. `offload="activations"` could not move this input, an attribute of the node, to the host."""
     if hasattr(node, "tensors"):  # MatMul8bitLt
         node.tensors, node.tensor_states = (None, None, None), (None, None)
     else:  # MatMul8bitFp, on CPUs

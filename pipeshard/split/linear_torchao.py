@@ -13,15 +13,15 @@ from pipeshard.split.packed_linear import PackedLinear, quantize_rows
 class LinearTorchao(PackedLinear, nn.Linear):
     """A linear layer with an int8 weight.
 
-    The layer computes the same as one whose weight is torchao's Int8Tensor. But its forward does not save the weight in
-    the input's dtype for the backward: the backward converts the weight again.
+    The layer computes the same as one whose weight is torchao's Int8Tensor, but does not save the weight in the input's
+    dtype for the backward pass. Instead, the backward pass casts the weight again.
 
     Attributes:
         scale: the scales, one per output, or None while the weight has no values (a forward then uses scales of 1).
     """
 
     layer_class, weight_class, mark = nn.Linear, nn.Parameter, "is_quantized"
-    scale: Tensor | None = None  # a class attribute: a proof would copy an instance's None to a smaller layer
+    scale: Tensor | None = None  # of the class: verification would copy an instance's None to a smaller layer
 
     @property
     def scales(self) -> int:
@@ -45,11 +45,11 @@ class LinearTorchao(PackedLinear, nn.Linear):
             quantized = Int8Tensor.from_hp(part, PerRow())
             return quantized.qdata, quantized.scale
 
-        # Bit for bit as torchao, which would copy all of its input in higher precision.
+        # Same result, bit for bit, as torchao's own function, which copies its whole input in higher precision.
         self.scale = quantize_rows(self.parts(value), self.weight.data, quantize)
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
-        raise ValueError("its scales are in the format of bitsandbytes, but the layer is a torchao layer")
+        raise ValueError("its scales have the format of bitsandbytes, but the layer is a torchao layer")
 
     def product(self, x: Tensor) -> Tensor:
         product: Tensor = _Product.apply(x.reshape(-1, self.in_features), self.weight)

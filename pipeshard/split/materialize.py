@@ -1,8 +1,8 @@
 """Materialize: the reduction of a model to one stage, with values only for the parameters that the stage holds.
 
 The model keeps its classes and its module tree, so that its own forward can run. A Ghost replaces each parameter of
-another stage under all of its names, and a Replay answers the calls of another stage's units. Parameters on meta are
-allocated here, each only on the stages that hold it.
+another stage, under all of its names. A Replay answers the calls of units of other stages. Each parameter on meta is
+allocated here, but only on the stages that hold it.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
     """Compile each unit separately with torch.compile; units of one class share the compiled code.
 
     Linear and embedding layers are not compiled: they have only one operation, so nothing can be fused, and calling
-    compiled code takes longer.
+    compiled code takes longer than calling the operation.
     """
     single = (nn.Linear, nn.Embedding)  # not their subclasses, which may do more
     fusible = {name: u for name, u in units.items() if type(u) not in single and not isinstance(u, CutPoint)}
@@ -189,7 +189,7 @@ def rebuilt_models(
 
 
 def _refuse_loading(*_: Any, **__: Any) -> None:
-    """Replaces `from_pretrained`: a constructor that loads a checkpoint does not create its parameters."""
+    """Replaces `from_pretrained`: a model whose constructor loads a checkpoint cannot be rebuilt from its config."""
     raise ConfigurationError("the constructor of the model loads a checkpoint")
 
 
@@ -220,6 +220,6 @@ def storageless(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.d
 
 
 def is_released(parameter: torch.Tensor) -> bool:
-    """Whether this stage does not hold the parameter. False inside a compute_loss that a Trainer evaluates, since its
-    result is that of the stage that holds the parameter."""
+    """Whether this stage does not hold the parameter. Always False in a compute_loss that a Trainer runs on all ranks
+    (see `as_if_held`), where parameters of other stages look like held ones."""
     return isinstance(parameter, Ghost) and not looks_held()

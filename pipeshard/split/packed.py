@@ -5,9 +5,9 @@
                          --->  (out, in), int8, and a scale for every row
 
 A packed weight is a frozen parameter that has its quantized shape from the start, even on meta. It is traced, released
-and allocated like any other parameter. A process dequantizes one layer at a time. bitsandbytes (Dettmers et al. 2022
-and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or torchao quantizes the
-weights. Each is imported only if needed.
+and allocated like any other parameter. A process dequantizes one layer at a time. Either bitsandbytes (Dettmers et al.
+2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or torchao quantizes
+the weights. Each library is imported only if needed.
 """
 
 from abc import ABC, abstractmethod
@@ -56,11 +56,11 @@ class Packed(nn.Module, ABC):
 
     @abstractmethod
     def pack(self, value: Rows) -> None:
-        """Quantize `value`, of `whole_shape` and on any device, into the memory of the weight."""
+        """Quantize `value`, which has `whole_shape` and may be on any device, into the memory of the weight."""
 
     @abstractmethod
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
-        """Store a quantized weight of a checkpoint. `scales` contains the checkpoint's tensors that are needed to
+        """Store a quantized weight from a checkpoint. `scales` contains the checkpoint's tensors that are needed to
         dequantize the weight, keyed by the last part of their names.
 
         Raises an error if the scales do not fit this layer.

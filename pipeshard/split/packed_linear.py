@@ -1,7 +1,7 @@
 """PackedLinear: the common base class of the 4-bit and 8-bit linear layers.
 
-Each subclass computes the same as a layer of bitsandbytes or torchao, but a forward does not modify the layer. In
-contrast, bitsandbytes' layers cast their bias in place, and some replace their weight.
+Each subclass computes the same as a layer of bitsandbytes or torchao, but its forward does not modify the layer. The
+forwards of bitsandbytes' layers cast the bias in place, and some replace the weight.
 """
 
 import math
@@ -88,9 +88,9 @@ class PackedLinear(Packed):
         return made.requires_grad_(False)
 
     def parts(self, value: Rows, multiple: int = 1) -> Iterator[Tensor]:
-        """Yield a weight of `whole_shape` in parts: some rows of (out, in) each, in `values_dtype` and on the device of
-        this layer. Except for the last part, the number of elements is a multiple of `multiple`.
-        """
+        """Yield a weight of `whole_shape` in parts. Each part contains some rows of the (out, in) matrix, in
+        `values_dtype` and on the device of this layer. In each part except the last, the number of elements is a
+        multiple of `multiple`."""
         whole = value[:].T if self.is_transposed else value
         least = multiple // math.gcd(multiple, self.in_features)
         rows = max(1, CHUNK // self.in_features // least) * least
@@ -99,7 +99,7 @@ class PackedLinear(Packed):
             yield part.to(self.weight.device, self.values_dtype).contiguous()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save only the parameters, under their own names, by which a stage's parameters are identified."""
+        """Save only the parameters, under their own names, which identify a stage's parameters."""
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
 
 

@@ -1,7 +1,7 @@
 """Partition: the assignment of unit calls to stages, by a rule or a list.
 
 Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here the partition of a Dataflow's
-calls minimizes the cost of the most expensive stage.
+calls, by default, minimizes the cost of the most expensive stage.
 """
 
 import itertools
@@ -19,15 +19,15 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.units import CutPoint
 from pipeshard.hf import recomputes
 
-Cuts = str | Sequence[int] | Sequence[str]  # a rule's name, the unit calls per stage, or the modules to cut after
+Cuts = str | Sequence[int] | Sequence[str]  # a rule, the numbers of unit calls per stage, or the modules to cut after
 # The cost of moving one element, in floating-point operations: about 5 per byte on a CPU core.
 ELEMENT = 20.0
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The stage of every unit call. Calls are keyed by unit and occurrence, so that a partition applies to batches of
-    any structure. `calls` maps each unit to its number of calls."""
+    """The stage of every unit call. Calls are keyed by unit and occurrence, so that a partition also applies to batches
+    of another structure. `calls` maps each unit to its number of calls."""
 
     num_stages: int
     stages: Mapping[tuple[str, int], int]
@@ -88,7 +88,7 @@ def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
         speeds = []
     if not speeds or not all(0 < speed < math.inf for speed in speeds):
         raise ConfigurationError(
-            f"partition={partition!r}: speeds must be positive numbers, one per rank, such as 'speed:1.0,0.6'"
+            f"partition={partition!r}: speeds must be positive, finite numbers, one per rank, such as 'speed:1.0,0.6'"
         )
     if ranks not in (None, len(speeds)):
         raise ConfigurationError(
@@ -145,11 +145,11 @@ PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:
 
 
 def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]], num_stages: int) -> list[float]:
-    """The weight of each unit call, as `balance` needs it; `by` is the name of a rule, `units` has the unit of each
-    call, and `costs` returns the times of the calls.
+    """The weight of each unit call, for `balance`. `by` is a rule, `units` has the unit of each call, and `costs`
+    returns the times of the calls.
 
-    Raises ConfigurationError for an unknown name or an invalid regular expression, and PartitionError for a type with
-    fewer unit calls than stages.
+    Raises ConfigurationError for an unknown rule, invalid speeds or an invalid regular expression, and PartitionError
+    if the regular expression matches fewer unit calls than there are stages.
     """
     check_partition(by)
     if by_cost(by) or speeds_of(by):
@@ -162,7 +162,7 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
 
 
 def check_partition(by: Cuts) -> None:
-    """Raise ConfigurationError if `by` is an unknown name."""
+    """Raise ConfigurationError if `by` is an unknown rule."""
     if isinstance(by, str) and by not in PARTITIONS[:4] and not re.fullmatch("(profile|type|speed):.+", by):
         raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS}, or a list")
 
@@ -182,6 +182,6 @@ def _of_type(pattern: str, units: Sequence[nn.Module], num_stages: int) -> list[
         classes = ", ".join(sorted(set(map(type_name, units))))
         raise PartitionError(
             f"partition='type:{pattern}' matches {sum(matches)} unit calls, too few for {num_stages} stages. "
-            f"Choose from the classes of the units: {classes}"
+            f"Choose a pattern that matches more of the units' classes: {classes}"
         )
     return [float(match) for match in matches]

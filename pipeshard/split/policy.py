@@ -98,7 +98,7 @@ class Policy:
         return [end - start for start, end in zip([0, *ends], [*ends, num_layers], strict=True)]
 
     def get_held_layers(self) -> list[nn.Module]:
-        """The units this stage runs, in the order of registration."""
+        """The units that this stage runs, in the order of registration."""
         return list(self.held_units.values())
 
     def shares(self, by: str | None = None) -> list[float]:
@@ -161,7 +161,7 @@ class Policy:
 
     @cached_property
     def held_units(self) -> dict[str, nn.Module]:
-        """The units this stage runs, by name, in the order of registration."""
+        """The units that this stage runs, by name, in the order of registration."""
         running = {call.unit for call, part in zip(self.flow.calls, self.stages) if part in self.chunks}
         return {name: unit for name, unit in self.units.items() if name in running}
 
@@ -175,12 +175,12 @@ class Policy:
         calls, parts = self.flow.calls, len(self.placement)
         counts = self.distribute_layers(len(calls), parts)
         nonempty = counts[:-1] if self.flow.ends_in_cut else counts
-        is_empty = parts > 1 and min(nonempty, default=1) < 1  # one stage alone may have a model without units
+        is_empty = parts > 1 and min(nonempty, default=1) < 1  # a single stage may have no units
         if len(counts) != parts or sum(counts) != len(calls) or is_empty:
             chunks = f" ({len(self.chunks)} chunks for each of {self.num_stages} processes)"
             raise PartitionError(
-                f"partition {list(counts)} must give each of {parts} stages"
-                f"{chunks if parts > self.num_stages else ''} at least one unit call, and {len(calls)} in total: "
+                f"partition {list(counts)} must contain the number of unit calls (at least 1) for each of {parts} "
+                f"stages{chunks if parts > self.num_stages else ''}, {len(calls)} in total: "
                 f"{[call.unit for call in calls]}"
             )
         forbidden, edge = forbidden_cuts(self.flow), 0
@@ -274,8 +274,8 @@ def refuse_backward_hooks(
     partition: Partition,
     outputs: Wanted,
 ) -> None:
-    """Raise UsageError for a module's backward hook if no stage has all of the hook's gradients, since the module
-    contains units (`around`), or is a unit with a result that has a gradient and crosses a cut."""
+    """Raise UsageError for a module's backward hook if no stage has all gradients for the hook. This applies to modules
+    that contain units (`around`), and to units with a result that crosses a cut and has a gradient."""
     of_all = has_global_backward_hooks()
     hooked = {m for m in (*around, *units.values()) if of_all or m._backward_hooks or m._backward_pre_hooks}
     if not hooked or partition.num_stages == 1:
@@ -296,13 +296,13 @@ def refuse_backward_hooks(
 
 
 def is_plain(policy: type[Policy]) -> bool:
-    """Whether a policy overrides no method of Policy, so that it may have at most a tensor-parallel plan."""
+    """Whether a policy overrides no method of Policy. It may still define a tensor-parallel plan."""
     own = policy.__mro__[: policy.__mro__.index(Policy)]
     return not any(hasattr(Policy, name) and callable(value) for each in own for name, value in vars(each).items())
 
 
 SHIPPED = "pipeshard.policies"  # the package with the tensor-parallel plans
-ENTRY_POINTS = "pipeshard.policies"  # the group; an entry point's name is a model type, its value a Policy
+ENTRY_POINTS = "pipeshard.policies"  # the group; the name of an entry point is a model type, and its value a Policy
 _REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
@@ -325,7 +325,7 @@ def find_policy(model: nn.Module) -> type[Policy]:
     the policy of an installed package's entry point, the policy in the folder policies/, or Policy itself, in this
     order. For a PeftModel, this is the policy of the base model, unless a policy is registered for the PeftModel.
 
-    Raises ConfigurationError if several entry points match, or the entry point does not load.
+    Raises ConfigurationError if several entry points match, or if the entry point does not load a Policy.
     """
     model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
     _, base = without_adapters(model)

@@ -25,7 +25,7 @@ SKIPS = {"bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_con
 
 
 def quantize_blank(model: Any, config: Any) -> None:
-    """Replace linear layers of a transformers model on meta with quantized layers; transformers selects them.
+    """Replace linear layers of a transformers model on meta with quantized layers; transformers selects the layers.
 
     Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit and 8-bit and torchao's int8 weights,
     for a library that cannot be imported, and for a layer that cannot be quantized.
@@ -48,7 +48,7 @@ def quantize_blank(model: Any, config: Any) -> None:
     refuse_lost_ties(before, first_names(model), method)
     quantizer.postprocess_model(model)
     quantizer.is_serializable = refuse_to_save  # called by save_pretrained
-    model.hf_quantizer = quantizer  # Trainer reads from it whether the model can be trained
+    model.hf_quantizer = quantizer  # Trainer reads from the quantizer whether the model can be trained
 
 
 def kinds_of(method: str) -> tuple[type[PackedLinear], ...]:
@@ -76,7 +76,7 @@ def method_of(config: Any) -> str:
 
 
 def refuse_other_ways(config: Any) -> None:
-    """Raise ConfigurationError for the config of another method, and for bitsandbytes' 16-bit weights."""
+    """Raise ConfigurationError unless `config` selects torchao, or bitsandbytes with 4-bit or 8-bit weights."""
     if not isinstance(config, QuantizationConfigMixin):
         raise ConfigurationError(f"quantization_config has the unsupported type {type(config).__name__}. {ADVICE}")
     method = method_of(config)
@@ -93,7 +93,8 @@ def refuse_other_ways(config: Any) -> None:
 
 
 def refuse_other_torchao(config: Any) -> None:
-    """Raise ConfigurationError for any quantization of torchao except int8 weights with a scale for each row."""
+    """Raise ConfigurationError for any quantization of torchao except int8 weights with a scale for each row, and for
+    options that quantize or untie embeddings."""
     from torchao.quantization import Int8WeightOnlyConfig, PerRow
 
     how = config.quant_type
@@ -143,9 +144,9 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str], method
 def quantization_of(config: Any, path: Any, given: Any) -> Any:
     """The quantization config of a checkpoint whose weights are quantized, otherwise `given`.
 
-    Raises ConfigurationError for a checkpoint that was quantized by a method other than bitsandbytes, if a config is
-    given for a quantized checkpoint, and if `given` packs bytes in a floating-point dtype, which would be cast like
-    numbers.
+    Raises ConfigurationError if a method other than bitsandbytes quantized the checkpoint, if both the checkpoint and
+    `given` define a quantization, or if `given` packs bytes in a floating-point dtype: a cast of the model's numbers
+    would also change the bytes.
     """
     saved = getattr(config, "quantization_config", None)
     if saved is None:

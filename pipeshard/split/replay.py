@@ -1,9 +1,9 @@
 """Replay: a stage's run of the model's forward, in which the units of other stages return received values.
 
 If a model is split by hand, its forward is rewritten for every stage. Here the model's own forward runs on every stage,
-and a Replay answers each call of a unit: a held unit runs. Any other unit returns received activations, or blanks if
-nothing on this stage depends on its result. The results of held units are checked against the trace, which defines the
-shapes and types that other stages receive.
+and a Replay answers each call of a unit. A held unit runs. A call of any other unit returns received values, constants
+of the trace, and blanks for values that this stage does not need. The results of held units are checked against the
+trace, which defines the shapes and types that other stages receive.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,8 +74,8 @@ class StageDone(BaseException):
 @dataclass(slots=True)
 class Run:
     """The state of one forward: the values `received` by the stage, the values `leaving` it, and the number of the
-    `next` call. `inside` is true while a unit runs. A `listener` receives the arguments of every call; a run with a
-    listener uses a cache, so units may return sizes that differ from the trace, and write to their arguments."""
+    `next` call. `inside` is true while a unit runs. A `listener` receives the arguments of every unit call. A run with
+    a listener may use a cache, so the sizes of results may differ from the trace, and units may write to arguments."""
 
     route: Route
     received: Mapping[Value, Tensor]
@@ -89,7 +89,7 @@ class Run:
 
 class Again:
     """Context manager for each recomputation of a unit. (A unit that calls `autograd.grad` is recomputed several
-    times.) Units that the recomputed unit calls are treated as part of it, as in the first run."""
+    times.) Units that the recomputed unit calls run as a part of this unit, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
         self.replay, self.draw = replay, draw
@@ -118,20 +118,20 @@ class Replay:
         self.outside: Handler | None = None  # the handler of calls outside of forwards
         self.recomputing, self.proves = False, True  # proves: compare the state that units leave with the trace
         self.repeats = Repeats(self.randomness)
-        self.save: Save | None = None  # moves away the arguments of recomputed units
+        self.save: Save | None = None  # moves the arguments of recomputed units elsewhere
         self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # used in the last step
         self._used: dict[tuple[Any, Blank], Tensor] = {}  # used in this step
         self._zeros: Zeros | None = None  # set while zeros are tracked
 
     def free_blanks(self) -> None:
-        """Keep the blanks that were used since the last call, and discard all others."""
+        """Discard the blanks that were not used since `free_blanks` was last called. If none was used, keep all."""
         self._blanks, self._used = (self._used or self._blanks), {}
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
-        """Context manager for a microbatch on a route: tracks the zeros that replace unsent values, and yields the
-        tracker, or None if no zeros are tracked. Only the first microbatch is tracked, unless the route's glue branches
-        on activations: then any microbatch may read unit results that the trace did not read."""
+        """Context manager for a microbatch on a route. Tracks the zeros that replace unsent values, and yields the
+        tracker, or None if no zeros are tracked. Zeros are tracked only in the route's first microbatch, unless code
+        after the last unit branches on activations: each microbatch may then read results that the trace did not."""
         has_branches = route.flow.has_branches and route.stop is None
         if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None
@@ -159,7 +159,7 @@ class Replay:
         self.randomness.at(0)
         try:
             # The stage leaves the forward after `stop` calls; with None it runs to the end, with 0 not at all.
-            # The forward may have switched gradients off, and would switch them on again later.
+            # This restores the grad mode: the stage may leave the forward while gradients are disabled.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 output = batch.call(self.model) if route.stop != 0 else None
         except StageDone:
@@ -286,13 +286,13 @@ class Replay:
                 raise self._differs(step, run, what, ", ".join(map(constant_text, seen)), None, PLACE)
 
     def _expected(self, step: Step, run: Run) -> list[Any]:
-        """The leaves of the current call in the trace, with the counts that are computed from the batch's sizes."""
+        """The traced leaves of the current call, with specs and counts replaced with this batch's shapes and counts."""
         return [leaf if size is None else size for leaf, size in zip(step.leaves, run.sizes[run.next - 1])]
 
     @contextmanager
     def _proving(self, step: Step, run: Run, arguments: Any) -> Iterator[None]:
-        """Context manager for a unit's first run on a route: checks that the unit changes the same state as in the
-        trace."""
+        """Context manager for a unit call. In its first run on a route, checks that the unit changes the same state as
+        in the trace."""
         number, unit, proven = run.next - 1, self.units[step.unit], run.route.proven
         # For a unit with hooks inside, `answer` repeats the hooks' calls instead.
         if not self.proves or run.listener is not None or number in proven or listened(unit):
@@ -329,7 +329,7 @@ class Replay:
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
         """The leaves of a held unit's result. Raises TraceError if their structure, dtypes or constants differ from the
-        trace."""
+        trace, or if a leaf requires a gradient that did not in the trace."""
         tree = step.parts[0].tree
         if step.tensors:  # the most frequent case
             leaves = [result] if tree.is_leaf() else list(result) if type(result) is tuple else []
@@ -371,7 +371,7 @@ class Replay:
             return tensor.clone() if leaf in run.route.flow.written else tensor
         if not isinstance(leaf, Blank):
             return leaf if shape is None else shape  # a constant, or a number computed from the batch's sizes
-        # Nothing writes to values other than the result, so their blanks store one element: attentions may be large.
+        # No code writes to values outside the result, so their blanks store one element: attentions may be large.
         blank = self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
         if self._zeros is not None and (leaf.is_zero or self._zeros.has_branches):
             self._zeros.add(blank, run.route.steps[run.next - 1].unit)
@@ -400,8 +400,8 @@ class Replay:
             run.leaving[value] = tensor.clone() if value in run.route.flow.written else tensor
 
     def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, step: Step, run: Run) -> None:
-        """Raise TraceError if a value's type, dtype or shape differs from the trace: the next stage would misread the
-        value, or fail to receive it."""
+        """Raise TraceError if a value is not a plain tensor, or if its dtype or shape differs from the trace: the next
+        stage would misread the value, or fail to receive it."""
         shape = run.sizes[value.call][value.leaf]
         if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or has_more(tensor)):
             more = ", ".join(added(tensor)) or type(tensor).__name__

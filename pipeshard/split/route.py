@@ -36,12 +36,12 @@ from pipeshard.split.boundary import Boundary
 
 @dataclass(frozen=True)
 class Recompute:
-    """The unit calls to recompute: the fraction `ratios[s]` of stage s, or every `interval`-th call of the model (0:
-    none).
+    """The unit calls to recompute: the fraction `ratios[s]` of the calls of stage s, or every `interval`-th call of the
+    model (0: none).
 
-    A fraction is rounded up to full calls. Repeated layers are chosen first, in model order: when the first layers are
-    recomputed, the memory of later layers has been freed. Units whose class occurs once (an embedding, a head) keep few
-    activations, so they are chosen last. With `classes`, only units whose class has one of these names are recomputed.
+    A fraction is rounded up to whole calls. Repeated layers are selected first, in model order: when the first layers
+    are recomputed, the memory of later layers has been freed. Units whose class occurs once (an embedding, a head) keep
+    few activations, so they are selected last. With `classes`, only units of classes with these names are recomputed.
     """
 
     ratios: tuple[float, ...]
@@ -114,10 +114,10 @@ def run_again(
     """Wrap the forward of `unit` so that it keeps only its arguments and is recomputed in the backward pass; in
     between, `save` may move tensor arguments elsewhere.
 
-    `second` returns a context manager for the second run, which must restore the random state of the first run. The
-    contents of lists, mappings and objects among the arguments are restored, as are tensors with which glue had
-    replaced parameters (torch.func.functional_call). The second run raises UsageError if a tensor argument has been
-    modified in place.
+    `second` returns a context manager for the second run. This context manager must restore the random state of the
+    first run. `run_again` restores the contents of lists, mappings and objects among the arguments, and tensors with
+    which glue had replaced parameters (torch.func.functional_call). The second run raises UsageError if a tensor
+    argument has been modified in place.
     """
 
     def run(*given: Any, **named: Any) -> Any:
@@ -147,8 +147,8 @@ def run_again(
             if written or [tensor._version for tensor in tensors] != versions:
                 raise UsageError(
                     f"unit {name} cannot be recomputed: one of its arguments was modified in place after the unit's "
-                    "forward. Modify a copy instead, or exclude this unit (with the recompute argument of "
-                    "PipelinePlugin)"
+                    "forward. Modify a copy instead, or pass PipelinePlugin a smaller recompute, so that this "
+                    "unit is not recomputed"
                 )
             now = Snapshot({"": (args, kwargs)}) if changes else None
             before.restore()
@@ -174,15 +174,15 @@ LENGTHS = 64  # maximum number of batch shapes whose sizes a route caches
 
 
 class Blank(NamedTuple):
-    """A placeholder for an activation that no result should depend on; its value `fill` reveals a dependent result."""
+    """A placeholder for an activation that no result may depend on. `fill` is chosen to reveal a result that does."""
 
     dtype: torch.dtype
     fill: float
 
     @classmethod
     def of(cls, dtype: torch.dtype, is_touched: bool) -> Self:
-        """A blank filled with NaN. Integers are filled with a number that is not a valid index or size. Booleans, and
-        integers with which glue computes (`is_touched`, see `Zeros`), are filled with 0."""
+        """A blank of this dtype. A floating-point or complex blank is NaN, and an integer is not a valid index or size.
+        A boolean, or an integer with which glue computes (`is_touched`, see `Zeros`), is 0."""
         if dtype.is_floating_point or dtype.is_complex:
             return cls(dtype, float("nan"))
         return cls(dtype, 0 if is_touched or dtype is torch.bool else torch.iinfo(dtype).max - 1)
@@ -194,14 +194,14 @@ class Blank(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The behavior of one unit call on this stage. `leaves` has one entry per leaf that leaves the unit.
+    """The behavior of one unit call on this stage. `leaves` has one entry per leaf of the unit's outputs.
 
-    For a replayed unit, an entry is a constant, the received Value or a Blank, and `numbers` has its index among all
-    leaves of the call; `plain` means that the only entry is the result. For a held unit, an entry is a spec or a
-    constant. `keeps` are the values that leave the stage; `modules` (inside the unit) compute some of these values, and
-    the unit leaves some at `places`. `again`: the call is recomputed in the backward pass. `alone`: no other stage's
-    forward reaches the call. `tensors`: the specs of a result that is a tensor, or a tuple of tensors. `observed`: the
-    places that code on other stages reads, each with the range of the leaves that the call leaves there, or None.
+    For a replayed unit, only outputs that this stage reproduces have entries: constants, received Values and Blanks.
+    `numbers` has the index of each among all leaves of the call, and `plain` means that a one-leaf result is the only
+    output. For a held unit, an entry is a spec or a constant. `keeps` are the values that leave the stage: `modules` in
+    the unit return some of them, and the unit stores some at `places`. `again`: the call is recomputed. `alone`: no
+    other stage's forward reaches the call. `tensors`: the specs of a result that is a tensor, or a tuple of tensors.
+    `observed`: the places that code on other stages reads, each with the range of the call's leaves there, or None.
     """
 
     unit: str
@@ -227,9 +227,9 @@ class Step:
 @dataclass(frozen=True)
 class Route:
     """One stage's path through one Dataflow, with a step per unit call. The stage leaves the forward after `stop` steps
-    (None: it runs to the end). `inputs` are the leaves of the batch whose values the stage needs (all, with `whole`).
-    `spoiled` is the state for the next forward that the stage's glue cannot compute because inputs are missing.
-    `proven` has the numbers of the held steps whose results have been checked (-2: zeros have been tracked)."""
+    (None: it runs to the end). `inputs` are the batch's leaves whose values the stage reads; with `whole`, it keeps
+    all leaves. `spoiled` is the state for the next forward that the stage's glue cannot compute because inputs are
+    missing. `proven` has the held steps whose changes of state have been checked (-2: zeros have been tracked)."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -300,8 +300,8 @@ class Route:
 
     def feed(self, batch: Batch, device: torch.device) -> Batch:
         """The batch on the stage's device, with copies of leaves that glue modifies. Floating-point leaves (images)
-        that the stage does not need become NaN tensors of the same shape that store one element. They are kept if all
-        outputs are requested, since the user's function receives the outputs and the batch, and may read any leaf."""
+        that the stage does not need become NaN tensors of the same shape that store one element. With `whole`, all
+        leaves are kept, since the user's function receives all outputs and the batch, and may read any leaf."""
 
         def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             if self.whole or path in self.inputs or not leaf.is_floating_point():
@@ -356,8 +356,8 @@ def _result_tensors(call: Call) -> tuple[TensorSpec, ...]:
 
 
 def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> Step:
-    """The step of a unit call on another stage. It repeats an in-place write only if this stage receives the written
-    value."""
+    """The step of a unit call on another stage. The step repeats an in-place write only if this stage receives the
+    written value."""
     parts: list[Part] = []
     leaves: list[Any] = []
     numbers: list[int] = []

@@ -3,9 +3,9 @@
 A dispatch mode tracks these placeholders through the stage's glue. A floating-point blank is NaN, so results that
 depend on it are also NaN. Integers have no value like NaN. If glue computes with an unsent integer and discards the
 result, the blank must be a valid index, so it is 0. If the trace were wrong and a result depended on this 0, the result
-would be silently wrong. So the first microbatch on a route tracks these zeros from operator to operator, as the trace
-tracked the original values. A trace has no activations, so if glue branches on activations, all blanks of all
-microbatches are tracked.
+would be silently wrong. So in the first microbatch on a route, these zeros are tracked from operator to operator, as
+the original values are tracked in the trace. If code after the last unit branches on activations, all blanks of all
+microbatches are tracked, since the trace has no values of activations and follows only one of the branches.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class Zeros(DispatchMode):
     def __init__(self, stage: int, has_branches: bool = False) -> None:
         super().__init__()
         self.stage, self.has_branches = stage, has_branches
-        self._units: dict[int, str] = {}  # by storage: the unit whose result was replaced
+        self._units: dict[int, str] = {}  # by storage of the blank: the unit whose result the blank replaces
         self._alive: list[Tensor] = []  # so that no storage address is reused
 
     def add(self, blank: Tensor, unit: str) -> None:

@@ -1058,7 +1058,7 @@ def test_saved_adapters_that_read_the_base_are_refused_on_meta(tmp_path: Path) -
         try:
             assert compared_on_meta(kind.value, made, tmp_path / kind.value) == [], kind
         except ConfigurationError as error:
-            assert f"a part of saved {kind.value} adapters from the weights" in str(error)
+            assert f"when peft loads saved {kind.value} adapters, it computes some of their tensors from" in str(error)
             refused.add(kind.value)
     assert refused == {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING} & {"FROD", "OSF", "PSOFT"}
 

@@ -208,8 +208,12 @@ def test_units_of_a_type_are_spread_evenly() -> None:
         ("typo", ConfigurationError, "partition='typo' is unknown"),
         ("profile", ConfigurationError, "measured costs"),
         ("speed:", ConfigurationError, "is unknown"),
-        ("speed:1,fast", ConfigurationError, "speeds must be positive numbers, one per rank, such as 'speed:1.0,0.6'"),
-        ("speed:1,0", ConfigurationError, "speeds must be positive numbers, one per rank"),
+        (
+            "speed:1,fast",
+            ConfigurationError,
+            "speeds must be positive, finite numbers, one per rank, such as 'speed:1.0,0.6'",
+        ),
+        ("speed:1,0", ConfigurationError, "speeds must be positive, finite numbers, one per rank"),
         ("speed:1,1,1", ConfigurationError, "has 3 speeds for 2 ranks: pass one speed per rank"),
     ],
 )
