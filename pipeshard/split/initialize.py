@@ -1,8 +1,8 @@
 """Initialize: the initial values of tensors on meta.
 
 transformers' `model.init_weights()` uses one generator for all modules in order, so the values of a parameter depend on
-all parameters before it. A stage does not have all of these. So here, every parameter has its own generator, seeded
-with the parameter's name.
+all parameters before it. A stage does not have all of these parameters. So here, every parameter has its own generator,
+seeded with the parameter's name.
 """
 
 import functools
@@ -26,10 +26,10 @@ from pipeshard.split.packed import packed_layers
 
 logger = logging.getLogger("pipeshard")
 
-# How meta tensors are initialized. True: by the architecture's own rule. False: not at all. A function: fn(module) or
+# The rule that initializes meta tensors. True: the architecture's own rule. False: no rule. A function: fn(module) or
 # fn(module, name), called for each module with tensors of its own to initialize.
 InitWeights = bool | Callable[..., Any]
-NOTED = "pipeshard_noted"  # the attribute of a parameter on meta with its Noted
+NOTED = "pipeshard_noted"  # the attribute of a meta parameter that contains its Noted
 
 
 def initialize(
@@ -45,8 +45,8 @@ def initialize(
     With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
     `reset_parameters` if tensors still have no values. Buffers are initialized in this way with any `rule`. A
     parameter's values depend only on the seed and the parameter's name. The user's random generators do not change.
-    `buffers` is the result of `allocate`, and `constructed` of `written_again`: a warning names a parameter whose value
-    the constructor set. Quantized weights are skipped, since a checkpoint provides their values.
+    `buffers` is the result of `allocate`, and `constructed` the result of `written_again`: a warning names parameters
+    whose values the constructor set. Quantized weights are skipped, since a checkpoint provides their values.
     Raises ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
@@ -73,10 +73,10 @@ def initialize(
 
 
 def written_again(model: nn.Module, names: Collection[str]) -> dict[str, int]:
-    """How often the constructor wrote to each of these meta parameters, for those with more than one write.
+    """For each of these meta parameters to which the constructor wrote more than once, the number of these writes.
 
-    Parameters of a PreTrainedModel are omitted, since its rule sets all values, and so are tied parameters, to which
-    the rule writes several times.
+    Parameters of a PreTrainedModel are omitted, since the model's rule sets all their values. Tied parameters are
+    omitted, since the rule writes to them several times.
     """
     from transformers import PreTrainedModel
 
@@ -96,7 +96,7 @@ def _around(model: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _warn_of_lost_values(model: nn.Module, constructed: Mapping[str, int], writes: Counter[str]) -> None:
-    """Warn of parameters to which the constructor wrote more often than the rules of all modules around them do."""
+    """Warn of parameters to which the constructor wrote more often than the rules of the surrounding modules would."""
     lost = []
     for name, count in constructed.items():
         around = _around(model, name)
@@ -154,13 +154,13 @@ def _by_architecture(path: str, module: nn.Module, owner: Any, names: set[str], 
         return
     is_of_torch = type(module).__module__.startswith("torch.nn.")
     if is_of_torch and owner is None:
-        reset()  # as in its constructor, it also writes to children (the bias of an attention's output projection)
+        reset()  # as in the constructor, also writes to children (the bias of an attention's output projection)
     elif names - writes.written:
         writes.settled = set(writes.written)
         reset()
         writes.settled = set()
     elif is_of_torch and names & writes.constructed.keys():
-        writes.settled = set(writes.names.values())  # so that its writes are only counted
+        writes.settled = set(writes.names.values())  # so that the writes of reset() are only counted
         reset()
         writes.settled = set()
 
@@ -172,14 +172,14 @@ def _by_function(
         return
     parameters = list(inspect.signature(rule).parameters.values())
     takes_name = len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
-    what = f"init_weights failed for {path} ({type(module).__name__}, with {', '.join(sorted(names))})"
+    what = f"init_weights failed for {path} ({type(module).__name__}, with the tensors {', '.join(sorted(names))})"
     with explained(lambda error: ConfigurationError(f"{what}: {summary(error)}")):
         rule(module, path) if takes_name else rule(module)
 
 
 class _SeededWrites(DispatchMode):
-    """Dispatch mode that skips writes to the model's tensors, except tensors in `names`. A random write uses a
-    generator seeded with the tensor's name.
+    """Dispatch mode that skips writes to the model's tensors, except the tensors in `names` of the module in `inside`.
+    A random write uses a generator seeded with the tensor's name and the number of earlier random writes to it.
 
     A parameter with several names is written only by the module of its first name. Otherwise, the other modules would
     initialize it again.
@@ -195,10 +195,10 @@ class _SeededWrites(DispatchMode):
             for path in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
                 self.below.setdefault(path, set()).add(name)
         self.written: set[str] = set()
-        self.settled: set[str] = set()  # already written, not to be overwritten
+        self.settled: set[str] = set()  # tensors that must not be written to (again)
         self.draws: Counter[str] = Counter()
-        self.constructed: Mapping[str, int] = {}  # how often the constructor wrote to a parameter
-        self.count: Counter[str] = Counter()  # how often the rule wrote to it
+        self.constructed: Mapping[str, int] = {}  # the number of writes of the constructor to a parameter
+        self.count: Counter[str] = Counter()  # the number of writes of the rule to a tensor
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
@@ -226,8 +226,8 @@ class _SeededWrites(DispatchMode):
 
 
 class Noted(NamedTuple):
-    """A parameter of a model of PipelinePlugin.from_pretrained when the model was created: its name, its version, and
-    the model's folder."""
+    """The name and the version of a parameter when PipelinePlugin.from_pretrained created its model, and the folder of
+    the model."""
 
     name: str
     version: int

@@ -1,4 +1,4 @@
-"""Skeleton: a layer on meta, which is constructed again on the ranks that hold it.
+"""Skeleton: a layer on meta that is constructed again on the ranks that hold it.
 
 A list of LayerSpecs may describe a model that is too large for any process. Each layer is first built on meta, as a
 skeleton with names and shapes. On the ranks that hold the layer, it is built again with allocated tensors. Optimizers,
@@ -33,7 +33,7 @@ class Blueprint:
 
     `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
     original plain attributes, entries of the collections in them), and `versions` each parameter with its version,
-    which writes increase. (A trace also writes to buffers.)
+    which writes increase. (Buffers are omitted, since a trace also writes to them.)
     """
 
     place: int
@@ -47,8 +47,8 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     user's generators do not change.
 
     `build` later calls `make()` for the values. These depend on the seed and on `place`, the layer's number. Raises
-    ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if it
-    returns a module that existed before, whose values would be lost.
+    ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if the
+    returned module contains a module that existed before: its values would be lost.
     """
     restore_meta_kernels()
     refusal = explained(
@@ -62,7 +62,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
         module = construct()
         again = construct() if isinstance(module, nn.Module) and _has_values(module) else None
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"layer {place}, {name}, builds a {type(module).__name__}, not an nn.Module")
+        raise ConfigurationError(f"layer {place}, {name}, must build an nn.Module, got a {type(module).__name__}")
     if again is not None:
         _refuse_existing(module, again, place, name)
     with kept_tied(module):  # also tensors that the constructor put on another device
@@ -109,8 +109,8 @@ def build(module: nn.Module, seed: int) -> None:
         if parameter.is_meta and parameter._version > version:
             raise ConfigurationError(
                 f"{name} of layer {blueprint.place}, a {type(module).__name__}, was modified before the layer was "
-                "built, so the values are lost: call model.build() before you set values, or pass a function that sets "
-                "them, PipelinePlugin(init_weights=fn)"
+                "built, so the values are lost: call model.build() before you set values, or pass "
+                "PipelinePlugin(init_weights=fn) with a function that sets them"
             )
     with explained(  # also for errors in the user's constructor
         lambda error: ConfigurationError(
@@ -175,8 +175,8 @@ class Taken(NamedTuple):
 
 
 def _unchanged(place: Taken, before: Any, parts: dict[int, Any], around: tuple[Any, ...] = ()) -> Iterator[Taken]:
-    """The place itself if its entries are those `before`; otherwise the unchanged places in its collection, which stays
-    the same object."""
+    """Yield `place` if its entries are still those `before`. Otherwise, yield the unchanged places in its collection,
+    which stays the same object."""
     now, built = place.now, place.built
     if _are_same(_entries(now, around), before):
         yield place
@@ -192,7 +192,7 @@ def _unchanged(place: Taken, before: Any, parts: dict[int, Any], around: tuple[A
 
 def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, parts: dict[int, Any]) -> None:
     """Give the parameters on meta in `module` their values in `built`, and add all parameters to `parts`. Since the
-    skeleton was made, a parameter may have been tied, or its module wrapped by an adapter, under another name."""
+    skeleton was made, a parameter may have been tied, or may have another name because an adapter wraps its module."""
     values = dict(built.named_parameters(remove_duplicate=False))
     parameters = dict(module.named_parameters(remove_duplicate=False))
     known = {name: parameter for name, parameter, _ in blueprint.versions} | parameters
@@ -210,7 +210,7 @@ def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, part
 
 def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None:
     """Add to `parts` objects in `now` that `deepcopy` must not copy. `before` is the corresponding value in the
-    skeleton: what both contain exists outside the layer."""
+    skeleton: an object that both contain exists outside the layer."""
     if before is now:
         parts.setdefault(id(now), now)
     if type(before) is not type(now) or id(now) in parts or id(now) in seen:
@@ -222,7 +222,7 @@ def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None
 
 
 def _is_copyable(value: Any) -> bool:
-    """Whether deepcopy copies a value, unlike a lock, a stream or the result of an operator."""
+    """Whether deepcopy can copy a value. It cannot copy a lock, a stream or the result of an operator."""
     if isinstance(value, Tensor):
         return value.is_leaf
     try:
@@ -233,7 +233,7 @@ def _is_copyable(value: Any) -> bool:
 
 
 def _entries(value: Any, around: tuple[Any, ...] = ()) -> Any:
-    """The entries of a collection, and of the collections in it, as dicts. Any other value is returned as it is."""
+    """The entries of a collection, and of the collections in it, as dicts. Any other value is returned unchanged."""
     if any(value is outer for outer in around):
         return ...
     if not isinstance(value, (*COLLECTIONS, tuple)):

@@ -47,9 +47,9 @@ def plan_of(
     ep_size: int = 1,
     ep_plan: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The style of every module and parameter that is sharded across the ranks of a stage. It is taken from the user's
-    plan, the model's own `tp_plan` (with `ep_size`, its `ep_plan`), or the plan of the model's policy for the base
-    model, in this order.
+    """The style of every module and parameter that is sharded across the ranks of a stage. The styles are those of the
+    user's plan, of the model's own `tp_plan` (with `ep_size`, its `ep_plan`), or of the policy's `tp_plan` for the base
+    model, in this order of precedence.
 
     Raises ConfigurationError for a model that cannot be sharded, and for a plan that does not fit the model.
     """
@@ -79,7 +79,7 @@ def plan_of(
         if whole is not None and type(module).__module__.startswith("peft."):
             of_adapters |= _of_adapters(path, module, whole, by, size)
             continue
-        for key, _ in module.named_parameters(recurse=False):  # before the module, whose forward depends on them
+        for key, _ in module.named_parameters(recurse=False):  # before the module: its forward depends on them
             parameter = f"{path}.{key}" if path else key
             if style := plan.get(generic.get(parameter, parameter), whole):
                 expanded[parameter] = style
@@ -202,8 +202,8 @@ def _check_config(model: nn.Module, size: int) -> None:
 
 
 class Divided:
-    """The style of a module whose forward reads sizes from attributes. During a forward, the attributes are divided by
-    `tp_size`."""
+    """The style of a module whose forward reads sizes from attributes. These attributes are divided by `tp_size` during
+    a forward."""
 
     def __init__(self, attributes: list[str]) -> None:
         self.attributes = attributes
@@ -232,8 +232,8 @@ class Divided:
 
 class Experts:
     """The style of a module of experts. Each rank holds some of the experts. All ranks route every token, and each rank
-    computes the outputs of its own experts. The outputs are summed over the ranks. So are the gradients of the tokens
-    and of their routing weights."""
+    computes the outputs of its own experts. The outputs are summed over the ranks, as are the gradients of the tokens
+    and of the routing weights."""
 
     def validate_param(self, module: nn.Module, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
         pass
@@ -307,8 +307,8 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-# The style of a module between sharded modules, whose gradients are partial sums. transformers sums them over the ranks
-# after every backward pass, so accumulated gradients count several times; here they are summed once per step.
+# The style of a module between sharded modules: each rank has a partial sum of its gradients. transformers sums the
+# gradients after every backward pass, so accumulated gradients count several times; here, they are summed once a step.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
@@ -343,8 +343,8 @@ def slice_parameters(
 def sliced_sizes(
     model: nn.Module, units: Collection[str], of_glue: Collection[str], size: int, plan: Mapping[str, str]
 ) -> dict[nn.Parameter, int]:
-    """The number of elements of each parameter in the plan on the first of `size` ranks, which has the largest shards.
-    The arguments are as in `slice_parameters`. Requires no process group."""
+    """For each parameter in the plan, the number of its elements on the first of `size` ranks, which has the largest
+    shards. The arguments are as in `slice_parameters`. Requires no process group."""
     mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     sizes: dict[nn.Parameter, int] = {}
@@ -375,15 +375,15 @@ def _sliced(
 
 
 def _slice(layer: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Shard the parameter with the full name `name`, which belongs to `module`, in the style `layer`."""
+    """Shard the parameter with the full name `name`, a parameter of `module`, in the style `layer`."""
     key = name.rpartition(".")[2]
     layer.validate_param(module, key, mesh, parameter_name=name)
     layer.shard_param(module, key, mesh)
 
 
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
-    """Replace the forward of `module` with that of a parallel layer. If `module` is a unit, its Interception still
-    wraps the new forward, since it must handle the same calls and results as before."""
+    """Replace the forward of `module` with that of a parallel layer. If `module` is a unit, its Interception wraps the
+    new forward, since the Interception must handle the same calls and results as before."""
     interception = module.__dict__.get("forward")
     if isinstance(interception, Interception):
         module.forward = interception.original

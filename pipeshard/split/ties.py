@@ -1,11 +1,11 @@
 """Ties: parameters with several names, and the stages that hold and own each parameter.
 
-Architectures list their tied weights in different ways, or not at all. On meta or with adapters, the lists are out of
-date. Two names of one object are trained as one parameter, so only object identity counts here.
+Architectures list their tied weights in different ways, or not at all. For a model on meta or with adapters, these
+lists are out of date. Two names of one object are trained as one parameter, so only object identity counts here.
 
 A stage holds a parameter if it runs one of the parameter's units, or if its glue reads the parameter. So several stages
-may hold a tied weight, and one process may run several parts of the model. To save, compare or broadcast values, every
-rank must choose the same one of these stages.
+may hold a tied weight, and one process may run several parts of the model. To save, compare or broadcast values, all
+ranks must select the same stage.
 """
 
 import itertools
@@ -130,8 +130,8 @@ def analyze_tied_weights(
     """The groups of tied names, each a sorted tuple of (name, stage), sorted.
 
     `stages` maps names of modules (or parameters) to stages. A parameter that is not in `stages` has the stage of its
-    nearest ancestor in `stages`, or stage 0 if there is none. Works on meta, before `to_empty` loses the ties. The
-    result is the same on every rank.
+    nearest ancestor in `stages`, or stage 0 if there is none. Works on meta, and must be called before
+    `to_empty`, which loses the ties. The result is the same on every rank.
     """
 
     def stage(name: str) -> int:
@@ -205,8 +205,8 @@ class Ownership:
 
 
 def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
-    """Raise ConfigurationError for two parameters that overlap in memory, but are on different stages: a write to one
-    parameter would not change the other."""
+    """Raise ConfigurationError for two parameters that overlap in memory, but are not held by the same stages: a write
+    to one parameter would not change the other."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
@@ -227,8 +227,8 @@ def held_parameters(
     model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], num_stages: int
 ) -> list[set[str]]:
     """The first names of the parameters that each stage holds: all parameters of its units, and the parameters that its
-    glue reads. An unused parameter is on the last stage that holds the used parameter registered before it. If several
-    stages hold a name, they share this parameter.
+    glue reads. An unused parameter is on the last stage that holds the nearest used parameter registered before it. If
+    several stages hold a name, they share this parameter.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     held: list[set[str]] = [set() for _ in range(num_stages)]

@@ -564,7 +564,7 @@ def hooked(module: nn.Module) -> nn.Module:
         ([nn.Linear(2, 2), 3], {}, "layer 1 has type int: pass a module, a LayerSpec"),
         ([nn.ReLU], {}, r"layer 0 is the class ReLU: pass LayerSpec\(ReLU, ...\) or ReLU\(...\)"),
         ([LayerSpec(Deciding, 4)], {}, r"layer 0, LayerSpec\(Deciding\), cannot be built on meta.*device='cpu'"),
-        ([LayerSpec(torch.ones, 4)], {}, "builds a Tensor, not an nn.Module"),
+        ([LayerSpec(torch.ones, 4)], {}, "must build an nn.Module, got a Tensor"),
         ([LayerSpec(nn.Linear, 4)], {}, "missing 1 required positional argument"),
         ([with_a_default], {}, "layer 0, the function with_a_default, uses a Linear in its closure or defaults"),
         ([functools.partial(torch.mul, WEIGHT.weight)], {}, "uses a Parameter as an argument"),
