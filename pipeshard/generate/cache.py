@@ -1,8 +1,9 @@
 """Cache: the entries of a cache that this rank's units have written, and their description for other ranks.
 
 A stage holds the states of its own layers. For other layers, it has ghosts: entries of the same class with the same
-plain values, but with tensors on meta. Lengths are therefore correct, and ghosts need no memory. Code that reads the
-values of a ghost fails with a torch error, since meta tensors cannot be combined with other tensors.
+plain values, but with tensors on meta. The lengths that a cache reports are therefore correct, and ghosts need no
+memory. Code that reads the values of a ghost fails with a torch error, since meta tensors cannot be combined with other
+tensors.
 """
 
 import copy
@@ -21,7 +22,7 @@ Path = tuple[str | int, ...]
 
 class GhostState(Tensor):
     """A state of another stage's layer, on meta. It stays on meta even if code moves all states of a cache to a
-    device. It has no values that could be written, so copies of a cache share it."""
+    device. It has no values that a copy could change, so copies of a cache share it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +51,7 @@ class Entries:
 
     def update(self, changes: list[Any]) -> None:
         """Create ghosts for entries that another rank has changed, except entries that this rank has written itself."""
-        for steps, told in changes:  # JSON makes a list of a path
+        for steps, told in changes:  # JSON has turned the path into a list
             if (path := tuple(steps)) not in self._own:
                 self._set(path, told)
 
@@ -77,7 +78,7 @@ class Entries:
         return holder
 
     def _lengthen(self, entries: list[Any], last: int) -> None:
-        """Extend `entries` to index `last`. This is needed for a cache that creates its entries when layers run."""
+        """Extend `entries` to index `last`. Needed for a cache that creates its entries when layers run."""
         if not entries:
             raise TraceError(
                 f"{type(self.cache).__name__} creates its entries only when layers run, and this rank has run none, so "

@@ -1,7 +1,7 @@
 """Described: a value as plain data (JSON) that can be sent to other ranks, with its tensors separate.
 
-No code from another rank is executed: a class is looked up by name, and must be a class of model outputs that this
-process has already imported.
+No code from another rank is executed: a class is looked up by its name, and must be a class of model outputs in a
+module that this process has already imported.
 """
 
 import sys
@@ -16,13 +16,13 @@ from pipeshard.hf import is_output_class
 
 SMALL = 64  # the maximum number of elements of an integer tensor in a cache that is sent by value (counters, windows)
 PLAIN = (type(None), bool, int, float, str)
-Put = Callable[[Tensor], Any]  # plain data that represents a tensor
+Put = Callable[[Tensor], Any]  # stores a tensor, and returns plain data that represents it
 Get = Callable[[Any], Tensor]
 
 
 def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
     """The value as plain data for `restore`. `known` maps the ids of objects that the other ranks also have to their
-    names. An object becomes None if it is neither known nor built from plain values, tensors and containers."""
+    names. An object that is neither known nor a plain value, a tensor or a container becomes None."""
     if isinstance(value, Tensor | dict | list | tuple) and id(value) in known:
         return {"known": known[id(value)]}
     if isinstance(value, Tensor):
@@ -44,14 +44,14 @@ def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
 
 
 def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
-    """The inverse of `describe`: `get` returns the tensor for the data from `put`, and `known` maps names to objects on
+    """The inverse of `describe`: `get` returns the tensor for a result of `put`, and `known` maps names to objects on
     this rank. Raises MessageError for an unknown name or class."""
     if not isinstance(told, dict):
         return told
     if "known" in told:
         if told["known"] not in known:
             raise MessageError(
-                f"another rank's message refers to {told['known']}, but this rank has no input or cache of that name. "
+                f"another rank's message refers to {told['known']}, but this rank has no input or cache of this name. "
                 "Call generate on all ranks of a pipeline with the same prompts and arguments"
             )
         return known[told["known"]]

@@ -2,7 +2,7 @@
 
 The code of `generate` calls the whole model, only its encoder, or another part of the model. Each such call is a
 forward of the pipeline. The routes of the call are taken from a twin: the same call without a cache, with only the new
-positions. The twin is traced like a training batch.
+positions. The twin is traced in the same way as a training batch.
 """
 
 import inspect
@@ -29,7 +29,7 @@ def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch
     if not _generates(module):
         return replace(Batch.of(arguments), entry=path)
     batch = read_batch(module, arguments, lists=_Opened())
-    # In a list of an encoder, each entry is an image: its rows never count samples, even if there are as many.
+    # In a list of images, an entry is one image: its rows are not samples, even if their numbers are equal.
     images = {name: () for name in batch.tensors if media_kind(name) and re.search(r"\[\d+\]", name)}
     return replace(batch.owned({**batch.owners, **images}), entry=path)
 
@@ -58,8 +58,8 @@ def counts_samples(model: nn.Module, entry: Batch) -> bool:
 
 
 def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name. Raises UsageError if a positional argument belongs to a positional-only
-    parameter or to `*args`."""
+    """All arguments of a call by name. Raises UsageError if an argument is bound to a positional-only parameter or to
+    `*args`."""
     if not args:
         return dict(kwargs)
     bound = inspect.signature(forward).bind(*args, **kwargs)

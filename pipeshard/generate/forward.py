@@ -1,8 +1,8 @@
 """Forward: one call of a module of the model, in which every stage runs its own units.
 
-Lengths grow with every token, and a trace for each length would take longer than the forward. So the values that cross
-a cut are determined by the trace of a twin (`entry.py`), and a stage sends the sizes of these values to the next stage
-in a header.
+Lengths grow with every token, and a trace for each length would take longer than the forward. So the trace of a twin
+(`entry.py`) determines the values that cross a cut, and each stage sends the sizes of these values to the next stage in
+a header.
 """
 
 import json
@@ -36,12 +36,13 @@ from pipeshard.replaced import replaced
 from pipeshard.split.route import Route
 
 MOST_DIMS = 8  # the maximum number of dimensions of a tensor that crosses a cut
-OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # in torch's errors if a layer reads a ghost
+OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # parts of the errors that are raised if a layer reads a ghost
 TOKENS = 256  # the minimum per microbatch: fewer tokens take as long, since the time to read the weights dominates
 
 
 class Way(NamedTuple):
-    """The routes of a call through this rank's stages, and the differences of its sizes from the traced sizes."""
+    """The route of a call through each of this rank's stages, and the differences between its sizes and the traced
+    sizes."""
 
     routes: Sequence[Route]
     deltas: tuple[int, ...]
@@ -68,7 +69,7 @@ class Forward:
         self._caches: dict[int, Entries] = {}
         self._used: dict[int, Entries] = {}  # in one forward, by id, in the same order on all ranks
         self._parts: dict[int, CacheParts] = {}  # in one forward, by the ids of their parts
-        self._states: dict[OfModule, Tensor] = {}  # of samples, which glue has assigned to attributes
+        self._states: dict[OfModule, Tensor] = {}  # the rows of samples that glue has assigned to attributes
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank."""
@@ -91,8 +92,8 @@ class Forward:
         self._refuse_other_tokens(None, result)
 
     def _refuse_other_tokens(self, path: str | None, values: Any) -> None:
-        """Raise UsageError on every rank if the ranks have chosen different tokens: they call a forward of different
-        modules (`path`, None at the end of `generate`) or with different integers in `values`."""
+        """Raise UsageError on every rank if the ranks have chosen different tokens: they call different modules
+        (`path`, None at the end of `generate`), or `values` contain different integers."""
         read = "the result" if path is None else f"a call of {path or type(self.pipeline.model).__name__}"
         told = _gathered([read, digest_of(values)], self.group)
         if any(other != told[0] for other in told):
@@ -110,9 +111,9 @@ class Forward:
             )
 
     def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[Way]]:
-        """The microbatches of a call, and their Ways. Unless the user has set a number of microbatches, a call is not
-        split if its microbatches cannot be traced: a value that is not an argument, such as the tensor of a hook or
-        peft's `adapter_names`, may have one entry per sample."""
+        """The microbatches of a call, and their Ways. If the microbatches cannot be traced, the call is not split,
+        unless the user has set a number of microbatches. A trace may fail because a value that is not an argument, such
+        as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
         batches = self._microbatches(entry, forward)
         states, ways = self._state_parts(batches), list[Way]()
         try:
@@ -131,7 +132,7 @@ class Forward:
 
     def _microbatches(self, entry: Batch, forward: Callable[..., Any]) -> list[Batch]:
         """The call split into microbatches, each with its own part of every cache, or the call itself as the only
-        microbatch. Patches and embeddings of images do not show which samples they belong to. Raises UsageError if the
+        microbatch. A call is not split if its rows are not samples, such as patches of images. Raises UsageError if the
         user has set a number of microbatches, but the samples must stay together."""
         tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
@@ -154,8 +155,9 @@ class Forward:
         ]
 
     def _complete(self, path: str, arguments: Mapping[str, Any]) -> None:
-        """Complete the caches among the arguments of a call of the module `path`. When its layers run, a rank would
-        also create the entries of earlier stages' layers, and count these as its own."""
+        """Create the missing entries of the caches among the arguments of a call of the module `path`. Otherwise, when
+        a rank's layers run, a cache would also create the entries of earlier stages' layers, and the rank would count
+        these as its own."""
         config = config_of(self.pipeline.model.get_submodule(path))
         for value in arguments.values():
             if is_cache(value):
@@ -177,7 +179,7 @@ class Forward:
             self._used[id(value)].begin()
 
     def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
-        """The Way of this call. Calls of the same structure and sizes are traced once per `generate`."""
+        """The Way of this call. Calls with the same structure and sizes are traced once per call of `generate`."""
         model, traces = self.pipeline.model, self.pipeline.traces
         entry = entry_of(model, path, twin(model, path, arguments, forward))
         key = key_of(entry)
@@ -365,28 +367,29 @@ class Forward:
         logits = getattr(output, LOGITS, None)
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(
-                f"the logits of {type(self.pipeline.model).__name__} are NaN. Either the model's parameters are not "
-                "finite, or a layer reads cache entries of a layer on another stage. Cut the model elsewhere (the "
+                f"the logits of {type(self.pipeline.model).__name__} contain NaN. Either the model's parameters are "
+                "not finite, or a layer reads cache entries of a layer on another stage. Cut the model elsewhere (the "
                 "partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
             )
         return output
 
 
 def digest_of(values: Any) -> str:
-    """A digest of the integer tensors in nested values (ids, positions, masks), which are equal on all ranks. For a
-    large tensor, only a sample counts. Caches are omitted: each stage has the states of its own layers."""
+    """A digest of the integer tensors in nested values (ids, positions, masks), which must be equal on all ranks. Of a
+    large tensor, only a sample of the values is included. Caches are omitted: each stage has the states of its own
+    layers."""
     integers = (tensor for tensor in tree_tensors(values) if not tensor.is_floating_point() and not tensor.is_meta)
     return digest_tensors(integers, lambda _: True)
 
 
 def _refuse_other_rows(batch: Batch, way: Way) -> None:
-    """Raise TraceError if the logits of a microbatch do not have its samples: a tensor with the samples of the whole
-    batch was broadcast."""
+    """Raise TraceError if the logits of a microbatch do not have one row per sample of the microbatch, since they were
+    combined with a tensor that has a row for each sample of the whole batch."""
     for name, _, spec in way.routes[0].flow.outputs:
         if field_of(name) == LOGITS and spec.at(way.deltas)[:1] != (batch.rows,):
             raise TraceError(
                 f"the logits of a microbatch of {batch.rows} samples have the shape {spec.at(way.deltas)}. If a hook "
-                "or an adapter has a tensor with all samples, call model.generate(..., num_microbatches=1)"
+                "or an adapter uses a tensor of the whole batch, call model.generate(..., num_microbatches=1)"
             )
 
 
@@ -403,14 +406,14 @@ def _part_of(leaf: Any, cut: Sequence[CacheParts], i: int) -> Any:
 
 
 def _has_content(value: Any) -> bool:
-    """Whether to send this input by name instead of by content, since every rank has it. This applies to tensors,
-    caches and dicts."""
+    """Whether this input is sent by name instead of by content, since every rank has it: a tensor, a cache or a
+    dict."""
     return isinstance(value, Tensor) or is_cache(value) or isinstance(value, dict)
 
 
 def _gathered(said: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The plain data of every rank of the group, sent as JSON. This function runs twice per token, and takes a
-    twentieth of the time of `gather_objects`, which also sends tensors."""
+    """The plain data of every rank of the group, sent as JSON. This function is called twice per token, and
+    takes a twentieth of the time of `gather_objects`, which also sends tensors."""
     content = json.dumps(said).encode()
     lengths = gather(torch.tensor([len(content)]), group)[:, 0].tolist()
     padded = torch.frombuffer(bytearray(content.ljust(max(lengths), b" ")), dtype=torch.uint8)

@@ -33,20 +33,20 @@ class Generation:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.forward = Forward(pipeline)
-        self.own: Any = None  # the `generate` that the user has set on the model itself, such as a partial
+        self.own: Any = None  # a `generate` that the user has set on the model, such as a partial
         self.find_own()
         # Reused, since a new object in a module's attribute would count as a new state of the model.
         self._stand_ins: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
 
     def find_own(self) -> None:
-        """Find the model's `own` generate. A Trainer may have replaced it with this object."""
+        """Set `own` to the model's own `generate`, unless a Trainer has replaced it with this object."""
         own = vars(self.pipeline.model).get("generate")
         self.own = self.own if own is self else own
 
     @together_in("model.generate")
     def __call__(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-        """Run the model's own `generate`, and return its result on every rank of the pipeline. Call it on all these
-        ranks with the same prompts and arguments.
+        """Run the model's own `generate`, and return its result on every rank of the pipeline. Call it on all ranks
+        of the pipeline, with the same prompts and arguments.
 
         The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
@@ -102,8 +102,8 @@ class Generation:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Context manager in which all stages together run each call of a unit, or of a module that contains units.
-        transformers does not compile these calls (as the decode steps of a static cache on a GPU): they exchange
-        messages."""
+        transformers, which compiles decode steps with a static cache on a GPU, does not compile these calls, since they
+        exchange messages."""
         pipeline = self.pipeline
         if pipeline.num_stages == 1:
             yield
@@ -161,7 +161,7 @@ def _content(value: Any) -> str:
 
 
 class _Together:
-    """Replaces a module's forward with a call on all stages. During such a call, the module's own forward runs."""
+    """Replaces a module's forward with a call on all stages. Inside such a call, runs the module's own forward."""
 
     def __init__(self, make: Forward, name: str, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)

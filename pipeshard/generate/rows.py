@@ -1,4 +1,4 @@
-"""Rows: caches, states and outputs split by samples, so that several microbatches of a forward are in flight."""
+"""Rows: caches, states and outputs that are split by samples, so that a forward has several microbatches in flight."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class CacheParts:
 
     def __init__(self, cache: Any, sizes: Sequence[int]) -> None:
         self.cache, self.sizes = cache, sizes
-        self._given: dict[int, tuple[Tensor, int]] = {}  # by id: tensors of new parts, and the version (-1: a view)
+        self._given: dict[int, tuple[Tensor, int]] = {}  # by id: a new part's tensor, and its version (-1: a view)
         starts = [end - size for size, end in zip(sizes, accumulate(sizes))]
         self.parts = [self._cut(cache, start, size) for start, size in zip(starts, sizes)]
 
@@ -33,7 +33,7 @@ class CacheParts:
     def _cut(self, value: Any, start: int, size: int) -> Any:
         if isinstance(value, Tensor):
             if value.ndim == 0 or value.shape[0] != sum(self.sizes):
-                counter = value.clone()  # every part advances its own counter in place
+                counter = value.clone()  # every part updates its own counter in place
                 self._given[id(counter)] = counter, counter._version
                 return counter
             view = value[start : start + size]
@@ -75,8 +75,8 @@ class CacheParts:
         return mine
 
     def _is_as_given(self, part: Tensor) -> bool:
-        """Whether the tensor `part` is a view of the original cache, or an unchanged copy. The original is then up to
-        date."""
+        """Whether the tensor `part` is a view of a tensor of the original cache, or an unchanged copy. The original is
+        then up to date."""
         _, version = self._given.get(id(part), (None, -2))
         return version == -1 or version == part._version
 
@@ -85,8 +85,8 @@ OfModule = tuple[nn.Module, str]  # a module, and the name of its attribute
 
 
 class StateParts:
-    """States of samples in attributes of modules, such as the positions of a prompt with images, split for one forward.
-    Microbatch i has `sizes[i]` samples.
+    """Tensors with one row per sample in attributes of modules, such as the positions of a prompt with images. They are
+    split for one forward: microbatch i has `sizes[i]` samples.
 
     Args:
         known: the states that earlier forwards have assigned, which `join` updates.
@@ -113,7 +113,7 @@ class StateParts:
             _assign(self._whole)
 
     def join(self) -> None:
-        """Assign the concatenated states that every microbatch has assigned."""
+        """Concatenate the states that all microbatches have assigned, and assign the results to the attributes."""
         first, *others = self._assigned
         places = [place for place in first if all(place in other for other in others)]
         whole = {place: torch.cat([part[place] for part in self._assigned]) for place in places} if others else first
@@ -131,7 +131,7 @@ def _assign(states: dict[OfModule, Tensor]) -> None:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether the value is a cache, or a cache's entry for one layer, rather than the class of such entries."""
+    """Whether the value is a cache, or a cache's entry for one layer (and not the class of such entries)."""
     is_entry = hasattr(value, "get_seq_length") or hasattr(value, "reorder_cache")
     return is_cache(value) or (is_entry and not isinstance(value, type))
 

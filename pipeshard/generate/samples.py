@@ -20,7 +20,7 @@ from pipeshard.slices.cut import positions_of
 
 
 class Samples:
-    """Finds out whether samples depend on the other samples of their microbatch, for one call of `generate`."""
+    """Detects, for one call of `generate`, whether a sample depends on other samples of its microbatch."""
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:
         self.model, self.units, self.group = model, units, group
@@ -29,8 +29,8 @@ class Samples:
     def bond(
         self, entry: Batch, batches: Sequence[Batch], caches: Sequence[Any], forward: Callable[..., Any]
     ) -> str | None:
-        """Why the samples of the call `entry` must stay together instead of being split into `batches`, or None. All
-        ranks find the same reason. `caches` are the caches among the arguments of the module's own `forward`."""
+        """Why the samples of the call `entry` must stay together instead of being split into `batches`, or None. The
+        reason is the same on all ranks. `caches` are the caches among the arguments of the module's own `forward`."""
         return (
             self._of_new_cache(entry, caches, forward)
             or self._of_quantized(caches)
@@ -49,7 +49,7 @@ class Samples:
         return None if quantized is None else f"{type(quantized).__name__} quantizes all samples together"
 
     def _of_positions(self, entry: Batch, batches: Sequence[Batch]) -> str | None:
-        if POSITIONS not in entry.tensors or not self._rope_limits:  # without positions, all samples have the same
+        if POSITIONS not in entry.tensors or not self._rope_limits:  # without positions, samples do not differ
             return None
         longest, shortest = positions_of(entry), min(map(positions_of, batches))
         for name, limit in self._rope_limits.items():
@@ -61,9 +61,9 @@ class Samples:
         return None
 
     def _of_states(self) -> str | None:
-        # Not a cached_property: in Python 3.11, it holds a lock, for which other ranks that are threads would wait.
+        # Not a cached_property: in Python 3.11, it holds a lock, for which ranks that are other threads would wait.
         if self._states is None:
-            self._states = gather_objects(self._state(), self.group)  # a unit may have run only where it is held
+            self._states = gather_objects(self._state(), self.group)  # a unit may have run only on some ranks
         return next(filter(None, self._states), None)
 
     def _state(self) -> str | None:
@@ -71,7 +71,7 @@ class Samples:
             for path, module in whole.named_modules(prefix=unit):
                 for name in sorted(assigned(type(module))):  # type: ignore[arg-type]
                     of_class = inspect.getattr_static(type(module), name, MISSING)
-                    value = vars(module).get(name, of_class)  # not a parameter, and not a buffer
+                    value = vars(module).get(name, of_class)  # neither a parameter nor a buffer
                     is_later = not hasattr(module, name)  # created in the first forward
                     if is_later or value is None or tree_tensors(value):
                         return f"{path} ({type(module).__name__}) may keep states of samples in its attribute {name}"
@@ -85,8 +85,8 @@ class Samples:
 
 @cache
 def assigned(kind: type) -> frozenset[str]:
-    """The attributes to which a module of this class assigns anything but the dtype or the device of something, in its
-    forward or in methods that it mentions."""
+    """The attributes that a module of this class assigns in its forward, or in methods that are mentioned there. An
+    attribute that only stores another object's dtype or device is omitted."""
     seen, found, todo = set[str](), set[str](), ["forward"]
     while todo:
         name = todo.pop()
@@ -107,9 +107,9 @@ def assigned(kind: type) -> frozenset[str]:
 
 
 def cannot_split(bond: str) -> Exception:
-    """The error, on every rank, for several microbatches of samples that must stay together."""
+    """The error, raised on every rank, if `num_microbatches` would split samples that must stay together."""
     return of_all(
         UsageError(
-            f"{bond}, so its samples cannot be split into microbatches: call model.generate(..., num_microbatches=1)"
+            f"{bond}, so samples cannot be split into microbatches: call model.generate(..., num_microbatches=1)"
         )
     )

@@ -1,4 +1,4 @@
-"""Build: splitting a model into stages, each an ordinary `nn.Module`, for the runtime that trains the stages."""
+"""Build: the split of a model into stages that are ordinary `nn.Module`s, for the runtime that trains them."""
 
 import importlib
 import inspect
@@ -43,7 +43,7 @@ class StageModule(nn.Module):
     `received` are the tensors that the previous stage returned (none for stage 0). `batch` is the full microbatch as
     keyword arguments of the model, on every stage; `names` are the keywords of a batch that is a tuple (see
     `as_keywords`). The call returns a tuple of tensors for the next stage, with their autograd graph. The last stage
-    returns the loss instead, or the model's output (without a loss, or with `whole`).
+    returns the loss instead or, without a loss or with `whole`, the model's output.
 
     The module contains the units that the stage runs, under their names in the model, and the parameters that the
     stage's glue reads. Random numbers depend on torch's seed, which must be the same on every rank, and on the number
@@ -95,16 +95,15 @@ class StageModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
         """Raise UsageError for a move to another device, and for a cast if other processes have stages: the parts of
-        the model outside this module would stay as they are."""
+        the model outside this module would be neither moved nor cast."""
         is_alone = len(self._source[1].chunks) == self.num_stages
         for dtype, device in {(parameter.dtype, parameter.device) for parameter in self.parameters()}:
             after = fn(torch.empty(0, dtype=dtype, device=device))
             if after.device != device or (after.dtype != dtype and not is_alone):
                 raise UsageError(
-                    f"stage {self.index} of {dtype} on {device} cannot be converted to {after.dtype} on {after.device} "
+                    f"stage {self.index} ({dtype} on {device}) cannot be converted to {after.dtype} on {after.device} "
                     "after build, since the rest of the model would keep its dtype and its device: call "
-                    "model.to(dtype) before build, and pass build the device (device=) on which "
-                    "its runtime trains"
+                    "model.to(dtype) before build, and pass the runtime's device to build (device=...)"
                 )
             if after.dtype != dtype:
                 self._traces = self._new_traces()
@@ -122,12 +121,12 @@ class StageModule(nn.Module):
     def forward(self, *received: Tensor, **batch: Any) -> Any:
         if graph_task() != -1:
             raise UsageError(
-                f"stage {self.index} runs its forward in the backward pass, as in a checkpoint around the stage, with "
-                "other dropout masks than before. Remove this checkpoint, and call "
+                f"stage {self.index} was called in the backward pass (by a checkpoint around the stage?), where its "
+                "dropout masks would differ from those of the first forward. Remove the checkpoint, and call "
                 "model.gradient_checkpointing_enable() before build, which recomputes each layer"
             )
         model, policy, criterion = self._source
-        policy.replace_forward()  # again, since another target of the same model may have run last
+        policy.replace_forward()  # again, since another build of the same model may have replaced it
         microbatch = self.planned or self.microbatch(batch)
         route = microbatch.route
         if len(received) != len(route.enters.values):
@@ -160,9 +159,9 @@ class StageModule(nn.Module):
         return output if loss is None else loss
 
     def _watch_backward(self, returned: Any, received: Sequence[Tensor]) -> None:
-        """When the backward of this stage begins, set the stage whose checkpoints are recomputed to this stage. Another
-        runtime calls the backward. Autograd runs all nodes of a later stage first, since it prefers the latest nodes.
-        """
+        """Register hooks that, when the backward of this stage begins, set `repeats.stage` (whose checkpoints are
+        recomputed) to this stage: pipeshard does not call this backward. Autograd runs all nodes of a later stage
+        first, since it prefers the nodes that were created last."""
         repeats, passed = self._source[1].replay.repeats, set(map(id, received))
 
         def begin(_: Tensor) -> None:
@@ -177,7 +176,7 @@ class StageModule(nn.Module):
 def changed_once(model: nn.Module, flow: Dataflow, calls: Collection[int]) -> Iterator[None]:
     """Context manager for a forward of a stage that runs these calls and is not the first stage in this process. On
     exit, restores state that only units of other stages change. Raises TraceError if glue changes state for the next
-    forward, which the glue of the first stage has changed already."""
+    forward, since the glue of the first stage has changed this state already."""
     of_others = [place for place in flow.carried if place.writers.isdisjoint(calls)]
     carried = [place for place in of_others if place.kind not in ("parameter", "settled")]
     before = [(place, at := Place(model, place.path), at.take()) for place in carried]
@@ -323,9 +322,9 @@ def build(
         device: the device of the stages' tensors.
         options: the arguments of the target (see `pipeshard.interop`).
 
-    Raises ConfigurationError for an invalid argument, an unknown target or option, or a model of
-    PipelinePlugin.from_pretrained whose folder the target does not load; PartitionError for impossible cuts; and
-    TraceError for a model that cannot be split.
+    Raises ConfigurationError for an invalid argument, an unknown target or option, or a model that
+    PipelinePlugin.from_pretrained created, if the target does not load its checkpoint; PartitionError for impossible
+    cuts; and TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
     criterion = PipelineHints.of(model).criterion if criterion is None else criterion
@@ -348,7 +347,8 @@ def build(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device with the index that its tensors have. Initializes CUDA, which creates the GPUs' random generators."""
+    """The device with an explicit index for CUDA, as in `tensor.device`. Initializes CUDA, which creates the GPUs'
+    random generators."""
     if device.type != "cuda":
         return device
     torch.cuda.init()

@@ -130,8 +130,8 @@ class Colossalai(Target):
             chunks = 1 if schedule == AUTO else chunks_of(schedule, num_stages, v)
         if num_stages % chunks:
             raise ConfigurationError(
-                f"schedule={name_of(schedule)!r} holds {chunks} stages per rank, but cuts gives {num_stages} stages: "
-                f"choose cuts that give a multiple of {chunks}"
+                f"schedule={name_of(schedule)!r} has {chunks} stages per rank, but cuts defines {num_stages} stages: "
+                f"pass cuts that define a multiple of {chunks} stages"
             )
         return num_stages // chunks
 
@@ -140,8 +140,8 @@ register_target("colossalai", Colossalai)
 
 
 def loss_of_stage(output: Tensor, target: Any) -> Tensor:
-    """A loss function for runtimes that require one. Returns `output`, since the last stage computes the loss, as a
-    tensor without dimensions."""
+    """A loss function for runtimes that require one. The last stage computes the loss, so this function returns
+    `output`, as a tensor without dimensions if it has the shape (1,)."""
     is_vector = isinstance(output, Tensor) and output.shape == (1,)
     return output.sum() if is_vector else output  # not a view: torch detaches the loss in place
 
@@ -159,9 +159,9 @@ class TorchStages:
 
     Every rank passes the full batch as keyword arguments; `keywords` names the entries of a tuple. torch does not
     synchronize tied weights: `sync_gradients` sums their gradients over the stages that hold them. torch's
-    `clip_grad_norm_` would clip each stage by its own norm, and raises UsageError. Gradients may be accumulated over
-    several steps of a schedule with scale_grads=False: otherwise, torch divides the gradients of earlier steps again in
-    each step.
+    `clip_grad_norm_` would clip each stage by its own norm, so it raises UsageError. To accumulate gradients over
+    several steps, create the schedule with scale_grads=False: otherwise, torch divides the gradients of earlier steps
+    again in each step.
     """
 
     stages: list[Any]
@@ -206,7 +206,8 @@ class Torch(Target):
             ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
     `build` raises UsageError if the last stage computes no loss, and BatchError for a batch with names that
-    `schedule.step` uses for its own arguments. A step raises BatchError for microbatches of other sizes than `batch`.
+    `schedule.step` uses for its own arguments. A step raises BatchError for microbatches whose sizes differ from those
+    of `batch`.
     """
 
     def __init__(self, num_model_chunks: int | None = None, style: str = "loop") -> None:
@@ -214,7 +215,7 @@ class Torch(Target):
         if style not in ("loop", "v") or (style == "v" and self.num_model_chunks != 2):
             raise ConfigurationError(
                 f"style={style!r} and num_model_chunks={self.num_model_chunks} are not supported: use style='loop', "
-                "or style='v' with 2 chunks"
+                "or style='v' with num_model_chunks=2"
             )
         self.style = style
 
@@ -234,8 +235,8 @@ class Torch(Target):
     def take(self, split: Split) -> TorchStages:
         if split.flow.loss is None:
             raise UsageError(
-                "found no loss to train on, and gradients are sent back only for a loss on the last stage: add labels "
-                "to the batch, or pass criterion= to build and loss_fn=built.loss_fn to the schedule"
+                "found no loss to train on, but torch's schedule needs the loss of the last stage: add labels to the "
+                "batch, or pass criterion= to build and loss_fn=built.loss_fn to the schedule"
             )
         batch = as_keywords(split.model, split.sample.data)
         if taken := STEP_ARGUMENTS & set(batch):
@@ -260,11 +261,11 @@ class Torch(Target):
 
 
 def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, built: Mapping[int, Microbatch]) -> Any:
-    """torch's PipelineStage with four changes. The first step after a sum sets aside the summed gradients, so that
-    they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided by the
-    number of microbatches only once, after the last of these stages. A microbatch whose messages differ from those of
-    `built`, for which torch allocates buffers, raises BatchError. The last stage's loss has one dimension, along which
-    torch concatenates the outputs of microbatches."""
+    """torch's PipelineStage with four changes. The first step after `sync_gradients` sets the summed gradients aside,
+    so that they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided
+    by the number of microbatches only once, after the last of these stages. A microbatch whose messages differ from
+    those of `built`, for which torch allocates buffers, raises BatchError. The last stage's loss has one dimension,
+    along which torch concatenates the outputs of microbatches."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
@@ -313,9 +314,9 @@ def _refuse_other_messages(index: int, microbatch: Microbatch, built: Microbatch
         tensors, expected = [*map(microbatch.shape, now.values)], [*map(built.shape, then.values)]
         if tensors != expected:
             raise BatchError(
-                f"the tensors that stage {index} {does} for this microbatch are {_listed(tensors)}, but those of the "
-                f"microbatch that build received are {_listed(expected)}: pass build a microbatch of the sizes of all "
-                "microbatches (pad or drop others), and call build inside torch.autocast if steps run inside it"
+                f"the tensors that stage {index} {does} for this microbatch are {_listed(tensors)}, but for the batch "
+                f"that was passed to build they are {_listed(expected)}: all microbatches must have the sizes of that "
+                "batch (pad or drop others). If steps run inside torch.autocast, call build inside it, too"
             )
 
 
@@ -324,8 +325,8 @@ def _listed(tensors: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
 
 
 def _shapes(stage: StageModule, microbatch: Microbatch, split: Split) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Meta tensors with the shapes and dtypes of the stage's inputs and outputs for this microbatch, so that torch need
-    not infer them."""
+    """Meta tensors with the shapes and dtypes of the stage's inputs and outputs for this microbatch, so that torch does
+    not have to infer them."""
     route, receiving = microbatch.route, split.flow.receiving
 
     def like(values: Any) -> tuple[Tensor, ...]:
@@ -340,8 +341,8 @@ register_target("torch", Torch)
 
 
 class StageLayer(nn.Module):
-    """A stage as a layer for DeepSpeed. A layer receives one tuple of tensors: the microbatch, then the previous
-    stage's values."""
+    """A stage as a layer for DeepSpeed. The layer receives one tuple of tensors: the microbatch, then the values of the
+    previous stage."""
 
     def __init__(self, stage: StageModule, names: Sequence[str]) -> None:
         super().__init__()
@@ -380,8 +381,9 @@ class Deepspeed(Target):
     def __init__(self, **module: Any) -> None:
         if interval := module.get("activation_checkpoint_interval"):
             raise ConfigurationError(
-                f"activation_checkpoint_interval={interval} would recompute stages as a whole, with other dropout "
-                "masks. Instead, call model.gradient_checkpointing_enable() before build, which recomputes each layer"
+                f"activation_checkpoint_interval={interval} would recompute whole stages, with dropout masks that "
+                "differ from the first forward's. Omit it, and call model.gradient_checkpointing_enable() before build "
+                "to recompute each layer"
             )
         self.module = module
 
@@ -389,8 +391,9 @@ class Deepspeed(Target):
         size = dist.get_world_size() if dist.is_initialized() else 0
         if not size or size % num_stages:
             raise ConfigurationError(
-                f"the world size must be a multiple of the number of stages, {num_stages}, but is {size}: call "
-                "deepspeed.init_distributed first, in a world of a suitable size"
+                f"target='deepspeed' requires a process group with a multiple of {num_stages} ranks, the number of "
+                f"stages, got {size} ranks: start a multiple of {num_stages} processes, and call "
+                "deepspeed.init_distributed before build"
             )
         return range(num_stages), dist.get_rank() // (size // num_stages)
 

@@ -332,9 +332,9 @@ def test_messages_of_other_sizes_than_build_s_are_refused(pool: Pool) -> None:
     numbers, and trained on these, without a word."""
     for index, (lowered, longer, shorter) in enumerate(pool.run(of_other_sizes, 2)):
         stage = rf"the tensors that stage {index} {'receives' if index else 'sends'} for this microbatch are"
-        assert re.search(rf"{stage} .*bfloat16.*, but .*inside torch.autocast if steps run inside it", lowered)
-        assert re.search(rf"{stage} .*\(2, 24, 32\).*, but those of .*\(2, 12, 32\)", longer)
-        assert re.search(rf"{stage} .*\(1, 12, 32\).*, but those of .*\(2, 12, 32\)", shorter)
+        assert re.search(rf"{stage} .*bfloat16.*, but .*If steps run inside torch.autocast", lowered)
+        assert re.search(rf"{stage} .*\(2, 24, 32\).*, but for the batch .*\(2, 12, 32\)", longer)
+        assert re.search(rf"{stage} .*\(1, 12, 32\).*, but for the batch .*\(2, 12, 32\)", shorter)
 
 
 def of_pairs() -> list[list[float]]:
@@ -382,7 +382,7 @@ def by_chunks(schedule: Schedule) -> int:
     )
     out = built.booster.execute_pipeline(iter([data]), built.model, None, built.optimizer)
     assert float(out["loss"]) == pytest.approx(float(expected), rel=1e-6)
-    with pytest.raises(ConfigurationError, match="'zbv' holds 2 stages per rank, but cuts gives 3 stages"):
+    with pytest.raises(ConfigurationError, match="'zbv' has 2 stages per rank, but cuts defines 3 stages"):
         build(zoo.build("gpt2"), 3, "colossalai", data, num_microbatches=4, schedule=schedule)
     return built.booster.plugin.pp_size
 
