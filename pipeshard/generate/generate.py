@@ -45,8 +45,8 @@ class Generation:
 
     @together_in("model.generate")
     def __call__(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-        """Run the model's own `generate`, and return its result on every rank of the pipeline. Call it on all ranks
-        of the pipeline, with the same prompts and arguments.
+        """Run the model's own `generate`, and return its result. Call it on all ranks of all replicas. The ranks of one
+        pipeline must pass the same prompts and arguments.
 
         The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,

@@ -61,7 +61,7 @@ class Samples:
         return None
 
     def _of_states(self) -> str | None:
-        # Not a cached_property: in Python 3.11, it holds a lock, for which ranks that are other threads would wait.
+        # Not a cached_property: in Python 3.11, this would hold a lock, for which ranks in other threads would wait.
         if self._states is None:
             self._states = gather_objects(self._state(), self.group)  # a unit may have run only on some ranks
         return next(filter(None, self._states), None)

@@ -76,7 +76,7 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
 
 def refuse_blank(model: nn.Module) -> None:
     """Raise ConfigurationError if PipelinePlugin.from_pretrained created some parameters of `model`. Called for
-    targets that do not call boost, which would load the checkpoint."""
+    targets without boost, since only boost loads the checkpoint."""
     if noted := _noted(model):
         raise ConfigurationError(
             f"PipelinePlugin.from_pretrained created these parameters without values: {listed([*noted], 3)}. This "
@@ -119,8 +119,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 
 @contextmanager
 def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
-    """Context manager in which peft may add adapters to a model on meta. On exit, parameters of new
-    copies of modules (`modules_to_save`) are moved to meta if they contain only the values of stand-ins.
+    """Context manager in which peft may add adapters to a model on meta. On exit, parameters of new copies of modules
+    (`modules_to_save`) are moved to meta if they contain only the values of stand-ins.
 
     Raises ConfigurationError if another new parameter has been computed from weights; with `begins_later`, new
     parameters of LoRA layers are accepted, since `begin` computes them again.
@@ -345,9 +345,9 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
 
 def base_names(model: nn.Module, active: bool = False) -> dict[str, str]:
     """Map the full name of each tensor to its name in the base architecture. Trained copies (`modules_to_save`) have
-    the name of the original. Adapters are omitted. With `active`, modules that a forward does not
-    use are also omitted: the copies of inactive adapters, and originals that the copies of active adapters replace. In
-    a model without adapters, the two names of a tensor are equal."""
+    the name of the original. Adapters are omitted. With `active`, modules that a forward does not use are also omitted:
+    the copies of inactive adapters, and originals that the copies of active adapters replace. In a model without
+    adapters, the two names of a tensor are equal."""
     prefix, base = without_adapters(model)
     return dict(_named(base, prefix, "", active))
 

@@ -39,8 +39,8 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
             if stages[maker] != stage:
                 raise TraceError(
                     f"with this batch, {name} (stage {stage}) uses a value that escapes unit {flow.calls[maker].unit} "
-                    f"(stage {stages[maker]}) untracked, so the value cannot be sent to stage {stage}. If the value is "
-                    "a requested output (output_attentions, ...), do not request it"
+                    f"(stage {stages[maker]}) untracked, so the value cannot be sent to stage {stage}. Do not "
+                    "request it (output_attentions, ...), return it from the unit, or cut elsewhere (partition=[...])"
                 )
     for first, last in flow.together:
         if stages[first] != stages[last]:

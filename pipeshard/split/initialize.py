@@ -178,8 +178,8 @@ def _by_function(
 
 
 class _SeededWrites(DispatchMode):
-    """Dispatch mode that skips writes to the model's tensors, except the tensors in `names` of the module in `inside`.
-    A random write uses a generator seeded with the tensor's name and the number of earlier random writes to it.
+    """Dispatch mode that skips writes to the model's tensors, except tensors in `names` of the current module (see
+    `inside`). A random write uses a generator seeded with the tensor's name and its number of earlier random writes.
 
     A parameter with several names is written only by the module of its first name. Otherwise, the other modules would
     initialize it again.

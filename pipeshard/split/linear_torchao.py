@@ -21,7 +21,7 @@ class LinearTorchao(PackedLinear, nn.Linear):
     """
 
     layer_class, weight_class, mark = nn.Linear, nn.Parameter, "is_quantized"
-    scale: Tensor | None = None  # of the class: verification would copy an instance's None to a smaller layer
+    scale: Tensor | None = None  # a class attribute: verification would copy an instance's None to a smaller layer
 
     @property
     def scales(self) -> int:

@@ -59,7 +59,7 @@ def shard(
 def trim() -> None:
     """Return freed host memory to the system. glibc keeps freed blocks of up to 32 MB in the process, and reuses their
     memory only for blocks that fit into the gaps."""
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -123,7 +123,7 @@ def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
 
 
 def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> dict[str, bool]:
-    """Allocate these meta parameters on the device, uninitialized, and all meta buffers.
+    """Allocate these meta parameters (uninitialized) and all meta buffers on the device.
 
     A parameter stays the same object, so that optimizers, hooks and ties still refer to it. Buffers of a
     PreTrainedModel, including persistent ones, have the values that the model's constructor computes. Other buffers are

@@ -39,17 +39,17 @@ class Policy:
         partition: the rule by which stages are balanced: "auto" (costs), "uniform" (number of units), "parameters"
             (number of parameters), "profile" (measured costs), "type:REGEX" (number of units whose class name matches,
             ignoring case), "speed:1.0,0.6" (costs divided by each rank's relative speed); or a list with the number of
-            unit calls per stage, or the modules to cut after.
+            unit calls per stage, or with the names of the modules to cut after.
         scale: the size of a microbatch relative to the traced batch.
         placement: the process of each part of the model; by default, each process runs one part.
-        costs: the costs of the unit calls, if these are known more exactly than from the trace.
+        costs: the costs of the unit calls, such as measured times; by default, estimated from the trace.
 
     Attributes:
         tp_plan: the tensor-parallel plan for a base model that has no plan of its own; maps module names, with * for
             numbers, to styles.
         chunks: the indices of the parts of the model that this process runs.
         partition: the Partition.
-        stages: the part that runs each call of `flow`.
+        stages: for each call of `flow`, the part of the model that runs it.
         ownership: the processes that hold and own each parameter.
     """
 
@@ -187,7 +187,10 @@ class Policy:
         for count in counts[:-1]:
             edge += count
             if edge in forbidden:
-                raise PartitionError(f"no cut is possible before unit {calls[edge].unit}: {forbidden[edge]}")
+                raise PartitionError(
+                    f"no cut is possible before unit {calls[edge].unit}: {forbidden[edge]}. To leave the model "
+                    "unchanged, cut before another unit"
+                )
         return Partition.of(self.flow, counts)
 
     def _calls_of(self, name: str, who: str) -> list[int]:

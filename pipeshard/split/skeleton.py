@@ -22,7 +22,7 @@ from pipeshard.split.initialize import give, number
 from pipeshard.split.ties import kept_tied
 
 BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
-# Attributes of every module (mode, hooks, parameters, buffers), and those that `without_weakrefs` sets.
+# The attributes of every module (mode, hooks, parameters, buffers), and the one that `without_weakrefs` sets.
 MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), WEAKREFS))
 
 

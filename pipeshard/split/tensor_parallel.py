@@ -32,7 +32,7 @@ CONV1D: dict[str, dict[str, Any]] = {
     "conv1d_rowwise": {"by": "inputs"},
 }
 EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"  # the styles of experts' parameters, and of their module
-KEYS = re.compile(r"(.*)\.([kv])_proj(\.|$)")  # the projections to keys and values, of an attention module
+KEYS = re.compile(r"(.*)\.([kv])_proj(\.|$)")  # the key and value projections of an attention module
 EXAMPLES = {
     "tp": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}',
     "ep": f'{{"layers.*.mlp.experts": "{DISPATCH}", "layers.*.mlp.experts.gate_up_proj": "{EXPERTS}", ...}}',
@@ -283,7 +283,7 @@ class Conv1DSlice:
     def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
         whole = module.get_parameter(key)
         dim = whole.ndim - 1 if self.by == "outputs" else whole.ndim - 2
-        if dim >= 0:  # the bias has no dimension of inputs
+        if dim >= 0:  # the bias has no input dimension
             place = StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
             sliced = distribute_tensor(whole, mesh, [place], src_data_rank=None)
             module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
@@ -367,7 +367,7 @@ def _sliced(
     """The names of the parameters and modules of these units that the plan shards, each with its style."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     together = [names for first, names in names_of(model).items() if first in of_glue or _disagree(names, plan)]
-    whole = {name.rpartition(".")[0] for names in together for name in names}  # modules
+    whole = {name.rpartition(".")[0] for names in together for name in names}  # modules to leave unsharded
     for name, style in plan.items():
         path = name.rpartition(".")[0] if name in parameters else name
         if style != PARTIAL and path not in whole and _is_in_unit(path, units):

@@ -171,7 +171,7 @@ class Ownership:
         return [stage for stage, held in enumerate(self.held) if name in held]
 
     def shared(self) -> dict[str, list[int]]:
-        """The stages that hold each parameter, for parameters that several stages hold. The order is the same on every
+        """For each parameter that several stages hold, these stages. The order of the parameters is the same on every
         rank."""
         return {name: stages for name in sorted(set().union(*self.held)) if len(stages := self.holders(name)) > 1}
 
