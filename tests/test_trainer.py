@@ -223,7 +223,7 @@ def generate_after_training(folder: str) -> tuple[str, bool]:
 def test_a_trainer_s_model_that_generates_names_the_trainer_s_call(pool: Pool, tmp_path: Path) -> None:
     """`trainer.model.generate(...)` after training advised calls of a booster, which a Trainer's user does not have."""
     for message, is_same in pool.run(generate_after_training, 2, str(tmp_path)):
-        assert "For a pipelined Trainer: trainer.predict(...) or trainer.generate(...)" in message
+        assert "With a pipelined Trainer, call trainer.predict(...) or trainer.generate(...)" in message
         assert is_same
 
 

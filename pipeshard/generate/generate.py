@@ -35,7 +35,7 @@ class Generation:
         self.forward = Forward(pipeline)
         self.own: Any = None  # a `generate` that the user has set on the model, such as a partial
         self.find_own()
-        # Reused, since a new object in a module's attribute would count as a new state of the model.
+        # Reused, since a new object in an attribute of a module would count as a change of the model's state.
         self._stand_ins: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
 
     def find_own(self) -> None:
@@ -51,9 +51,9 @@ class Generation:
         The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
         single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and
-        for `max_time` on several ranks; BatchError if the ranks of a pipeline pass different tensors;
-        UsageError if they choose different tokens, if the model was given another `generate` after boost, or if
-        samples that must stay together would be split into `num_microbatches`.
+        for `max_time` in a pipeline of several ranks; BatchError if the ranks of a pipeline pass different tensors;
+        UsageError if these ranks choose different tokens, if the model's `generate` was replaced after boost, or if
+        `num_microbatches` would split samples that must stay together.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
@@ -174,7 +174,7 @@ class _Together:
 
 
 class _Uncompiled:
-    """Replaces the method of a transformers model that returns its compiled `__call__`: returns `__call__` itself."""
+    """Replaces the method of a transformers model that returns a compiled `__call__`. Returns `__call__` uncompiled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

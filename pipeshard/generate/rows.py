@@ -16,8 +16,8 @@ class CacheParts:
     """A cache split into one cache per microbatch. Microbatch i has `sizes[i]` samples.
 
     Attributes:
-        parts: the cache of each microbatch. Its states are views of the original cache's states, so that in-place
-            writes change the original.
+        parts: the cache of each microbatch. Its tensors with one row per sample are views of the original's
+            tensors, so that in-place writes change the original.
     """
 
     def __init__(self, cache: Any, sizes: Sequence[int]) -> None:

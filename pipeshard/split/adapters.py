@@ -67,10 +67,10 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
     if (noted := _noted(model)) and not getattr(model, "_pretrained", None):
         raise ConfigurationError(
             f"PipelinePlugin.from_pretrained created these parameters without values: {listed([*noted], 3)}. Boost "
-            "loads the checkpoint only if you boost the model that from_pretrained returned; inside "
-            f"{type(model).__name__}, they would be initialized randomly. Load that model with its own class's "
-            "from_pretrained, which reads all weights in every process, or pass init_weights=False to the plugin and "
-            "load all weights with booster.load_model"
+            "loads the checkpoint only if you boost the model that from_pretrained returned, but not as a part of "
+            f"another model ({type(model).__name__}). Load the part with its own class's from_pretrained, which reads "
+            "all weights in every process, or pass init_weights=False to the plugin and load all weights with "
+            "booster.load_model"
         )
 
 

@@ -72,7 +72,7 @@ class PackedLinear(Packed):
 
     @abstractmethod
     def begin(self) -> None:
-        """Give the layer a quantized weight on meta, and record the options that `pack` needs."""
+        """Set a quantized weight on meta, and record the options that `pack` needs."""
 
     def like(self, linear: nn.Module) -> Self:
         """A layer with the values of `linear`, quantized like this one."""

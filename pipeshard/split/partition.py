@@ -1,7 +1,7 @@
 """Partition: the assignment of unit calls to stages, by a rule or a list.
 
-Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here the partition of a Dataflow's
-calls, by default, minimizes the cost of the most expensive stage.
+Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here, by default, the partition of
+a Dataflow's calls minimizes the cost of the most expensive stage.
 """
 
 import itertools

@@ -219,8 +219,8 @@ class Replay:
             raise UsageError(
                 f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly. "
                 "Call booster.execute_pipeline(...). To generate, call model.generate(...) on the model that boost "
-                "returned. For a pipelined Trainer: trainer.predict(...) or trainer.generate(...). Call these on "
-                "every rank"
+                "returned. With a pipelined Trainer, call trainer.predict(...) or trainer.generate(...). Make these "
+                "calls on every rank"
             )
         repeat = repeat or Repeat()
         repeat.before()

@@ -36,8 +36,8 @@ from pipeshard.split.boundary import Boundary
 
 @dataclass(frozen=True)
 class Recompute:
-    """The unit calls to recompute: the fraction `ratios[s]` of the calls of stage s, or every `interval`-th call of the
-    model (0: none).
+    """The unit calls to recompute: the fraction `ratios[s]` of the calls of stage s or, if `interval` is not 0, every
+    `interval`-th call of the model.
 
     A fraction is rounded up to whole calls. Repeated layers are selected first, in model order: when the first layers
     are recomputed, the memory of later layers has been freed. Units whose class occurs once (an embedding, a head) keep
