@@ -649,12 +649,12 @@ def test_a_user_s_own_target() -> None:
             ConfigurationError,
             "build derives partition from its argument cuts: omit partition",
         ),
-        (2, {"target": "deepspeed"}, ConfigurationError, ", but is 0: call deepspeed.init_distributed first"),
+        (2, {"target": "deepspeed"}, ConfigurationError, "got 0 ranks: .*call deepspeed.init_distributed before build"),
         (
             2,
             {"target": "deepspeed", "activation_checkpoint_interval": 1},
             ConfigurationError,
-            r"activation_checkpoint_interval=1 .*, call model.gradient_checkpointing_enable\(\) before build",
+            r"activation_checkpoint_interval=1 .*, and call model.gradient_checkpointing_enable\(\) before build",
         ),
         (
             "model",
