@@ -326,8 +326,8 @@ class Forward:
         return dict(zip(values, tensors, strict=True))
 
     def _share(self, output: Any, entry: Batch, caches: Sequence[Entries]) -> Any:
-        """Create ghosts of the cache entries that other ranks have changed, and return the output of the last stage on
-        every rank."""
+        """Create ghosts of the cache entries that other ranks have changed. Return the last stage's output on every
+        rank."""
         pipeline = self.pipeline
         own_progress().start("the output of a forward that generates")
         known: dict[str, Any] = {f"[{k}]": leaf for k, leaf in enumerate(entry.leaves) if _has_content(leaf)}

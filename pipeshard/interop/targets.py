@@ -225,7 +225,7 @@ class Torch(Target):
             raise ConfigurationError(
                 f"target='torch' requires a process group and a multiple of num_model_chunks={self.num_model_chunks} "
                 f"stages, got {num_stages} stages and {'a' if dist.is_initialized() else 'no'} process group. Call "
-                "torch.distributed.init_process_group before build, and choose cuts that give a multiple of "
+                "torch.distributed.init_process_group before build, and pass cuts that define a multiple of "
                 f"{self.num_model_chunks} stages"
             )
         self.grid = Grid(p, 1)

@@ -235,8 +235,8 @@ class Noted(NamedTuple):
 
 
 def note_blank(model: Any) -> None:
-    """Move to meta the parameters that a constructor has created on the CPU (`torch.Tensor(3)` ignores the
-    default device), and record a `Noted` for each parameter, for `adapters.refuse_changed_blank`."""
+    """Move parameters that a constructor has created on the CPU to meta (`torch.Tensor(3)` ignores the default
+    device), and record a `Noted` for each parameter, for `adapters.refuse_changed_blank`."""
     with without_weakrefs(model):
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:

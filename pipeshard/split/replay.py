@@ -178,7 +178,7 @@ class Replay:
         run = self.active
         if run is None and self.outside is not None:
             return self.outside(unit, original, args, kwargs)
-        if run is None:  # recomputation during backward, or a user's own call
+        if run is None:  # recomputation in the backward pass, or a user's own call
             return original(*args, **kwargs) if self.recomputing else self._repeated(unit, original, args, kwargs)
         if run.inside:  # called by another unit, and part of it
             return original(*args, **kwargs)
@@ -202,8 +202,8 @@ class Replay:
         return result
 
     def _answer(self, step: Step, run: Run, sizes: list[Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of another stage's unit, and write the values that, in the trace, the unit left at other
-        places."""
+        """Return the result of another stage's unit, and reproduce the values that the unit left at other places in the
+        trace."""
         if step.plain:
             return self._leaf(step.leaves[0], sizes[0], run)
         of_result = step.parts[0].tree.num_leaves

@@ -1,8 +1,8 @@
 """Skeleton: a layer on meta that is constructed again on the ranks that hold it.
 
 A list of LayerSpecs may describe a model that is too large for any process. Each layer is first built on meta, as a
-skeleton with names and shapes. On the ranks that hold the layer, it is built again with allocated tensors. Optimizers,
-hooks and ties refer to the skeleton, so the values of the second module are then moved to the skeleton.
+skeleton with names and shapes. The ranks that hold the layer build it again with allocated tensors. Optimizers, hooks
+and ties refer to the skeleton, so the values of the second module are then moved to the skeleton.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the parameters of a stage's units, sharded across ranks by the model's `tp_plan` or `ep_plan`.
+"""Tensor parallelism: sharding the parameters of a stage's units across ranks, by a `tp_plan` or `ep_plan`.
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
 split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
