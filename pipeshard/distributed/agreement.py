@@ -77,7 +77,7 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
     """Copy the first rank's parameters, buffers and tensors in attributes of modules to every rank if any rank has
     different values. Call it on every rank. DistributedDataParallel does the same with parameters and buffers.
 
-    Ranks compare a few elements of each tensor. These differ if the ranks used different seeds. Tensors that are on
+    Ranks compare a few elements of each tensor, which differ if the ranks used different seeds. Tensors that are on
     the meta device on any rank are skipped: they are initialized or loaded later.
     """
     tensors = _tensors(model)
@@ -98,8 +98,8 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a state dict, other buffers, and tensors in attributes of modules, by name and shape. The shape is
-    included since a rank may have resized a buffer."""
+    """The tensors of the state dict, other buffers, and tensors in attributes of modules, by name, shape and dtype. The
+    key includes the shape because a rank may have resized a buffer."""
     attributes = ((f"{path}.{key}", held) for path, one in model.named_modules() for key, held in vars(one).items())
     others = {name.lstrip("."): held for name, held in attributes if isinstance(held, Tensor)}
     every = model.state_dict(keep_vars=True) | dict(model.named_buffers()) | others
@@ -107,7 +107,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def hash_of(content: str) -> int:
-    """A 56-bit hash of a text, the same in every process."""
+    """A 56-bit hash of a string, the same in every process."""
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "little")
 
 

@@ -1,7 +1,7 @@
-"""Collectives: small values and tensors exchanged without pickle, by ranks that make the same calls.
+"""Collectives: the exchange of small values and tensors between ranks, without executing pickled code.
 
-If one rank omits a collective call, the other ranks hang. Therefore, every collective call of the user's program begins
-with a small all-gather in which the ranks compare their calls.
+If one rank omits a collective call, the other ranks hang. Therefore, every collective call to pipeshard begins with a
+small all-gather in which the ranks compare their calls.
 """
 
 import io
@@ -47,7 +47,7 @@ def decode(content: bytes) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """The type and cause of an error in one line, without torch's stack and its advice to allow code execution."""
+    """The type and cause of an error in one line, without torch's stack trace and advice to allow code execution."""
     text = str(error).strip()
     told = re.search(r"(?:WeightsUnpickler error: |^(?=Trying to load))(.*?)( Please use|$)", text, re.MULTILINE)
     return f"{type(error).__name__}: {told[1] if told else next(iter(text.splitlines()), '')}"
@@ -145,7 +145,7 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
     """Broadcast the scalar (or None) of global rank `source`, and return it on every rank of `group`, on `device` and
-    with the dtype on the source."""
+    with the source's dtype."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
     message, group = torch.tensor(content, dtype=torch.float64), control(group)
     own_progress().wait_in(group, broadcast(message, source, group))
@@ -174,7 +174,7 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
     if group is None or group.size() == 1 or tensor.numel() == 0:
         return
     flat = tensor.detach().reshape(-1).contiguous()
-    flat = flat.cuda() if flat.is_cuda else flat  # on the current GPU, since NCCL refuses one that ranks share
+    flat = flat.cuda() if flat.is_cuda else flat  # on the current GPU: NCCL rejects two ranks on one GPU
     broadcast_bytes(flat, ranks_of(group)[0] if source is None else source, group)
     tensor.data.copy_(flat.view_as(tensor))
 
@@ -199,7 +199,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Release a tensor's values (of a DTensor, those of this rank's shard). Its version counter does not change."""
+    """Free the memory of a tensor (of a DTensor, this rank's shard) without a change of its version counter."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = tensor._local_tensor.new_empty(0)
     else:
@@ -215,8 +215,8 @@ def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 
 def laid_out(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient, optimizer state or new value with the strides of its parameter, as autograd and torch's optimizers
-    create it: fused optimizers read them all as flat memory. Shards (DTensors) are returned unchanged."""
+    """Return `tensor` (a gradient, optimizer state or new value) with the strides of its parameter: fused optimizers
+    read parameters, gradients and states as flat memory. For a DTensor parameter, return `tensor` unchanged."""
     if tensor.stride() == parameter.stride() or isinstance(parameter, DTensor):
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -286,8 +286,8 @@ def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequenc
 
 @contextmanager
 def together_in(name: str) -> Iterator[None]:
-    """Context manager or decorator for the collective call `name`. Every rank raises UsageError if the ranks are in
-    different calls."""
+    """Context manager or decorator for the collective call `name`. On entry, every rank raises UsageError if the ranks
+    are in different calls."""
     with calling(name) as is_call:
         if is_call:
             world = dist.group.WORLD

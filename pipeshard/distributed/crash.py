@@ -31,8 +31,8 @@ LONGEST_REPORT = 16 * 2**20  # bytes; a larger report is an error
 
 
 def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None, run: str) -> None:
-    """Write this rank's report of the `run`, a text that differs between runs. If writing fails, log a warning instead
-    of raising."""
+    """Write this rank's report. `run` is a string that differs between runs. If writing fails, log a warning instead of
+    raising."""
     if not (folder := os.environ.get(VARIABLE, "crash")):
         return
     try:

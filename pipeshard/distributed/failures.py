@@ -72,8 +72,8 @@ class Alarm:
     """The reported Fault of each collective call, kept in the store under the call's number. If ranks report several
     faults in one call, every rank uses the first reported one.
 
-    If `gone` is set, the store no longer responds, and methods raise DistStoreError immediately. `asked` is set while a
-    thread waits for the store in `ask`.
+    If `gone` is set, the store no longer responds, and `ask`, `tell` and `told` raise DistStoreError immediately.
+    `asked` is set while a thread waits for the store in `ask`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -262,8 +262,8 @@ def abort_groups() -> None:
 
 
 def outlast_watch() -> None:
-    """Give all gloo groups that have torch's default timeout, half an hour, a timeout of a day, so that the timeout of
-    the watch expires first, with an error that shows the reason."""
+    """Extend the timeout of all gloo groups with torch's default timeout (half an hour) to a day, so that the watch's
+    timeout expires first, with an error that shows the reason."""
     for _, backend in _backends():
         if backend.name() == "gloo":
             extend_timeout(backend, dist.default_pg_timeout, timedelta(days=1))
@@ -323,8 +323,8 @@ def text_of(error: BaseException) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a broken connection caused an error, so that another rank is at fault. Only errors raised inside torch or
-    pipeshard count, since user code may raise errors with the same text."""
+    """Whether a broken connection caused an error, so that another rank is at fault. Any DistError counts. A
+    RuntimeError counts only if torch or pipeshard raised it, since user code may raise errors with the same text."""
     if isinstance(error, dist.DistError) or type(error) is not RuntimeError or not LOST.search(str(error)):
         return isinstance(error, dist.DistError)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

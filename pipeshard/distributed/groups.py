@@ -35,7 +35,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """The backend of a group (by default, the world) for tensors on a device of this type, or "" if it has none."""
+    """The backend of a group (by default, the world) for tensors on `device`, or "" if the group has none."""
     if isinstance(group, LocalGroup):
         return "local"
     try:

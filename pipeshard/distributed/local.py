@@ -1,4 +1,4 @@
-"""Local world: all ranks of a mesh as threads of one process, of which only one runs at a time.
+"""Local world: all ranks of a mesh as threads of one process. Only one of these threads runs at a time.
 
 The thread of a rank runs the engine's own code. A rank yields only if it would wait for another rank, in a collective
 call or for a message, and the ranks take turns in rank order. All runs are therefore identical, only one thread at a
@@ -351,7 +351,7 @@ def _inherited() -> Callable[[], AbstractContextManager[None]]:
             if device.type not in ("cpu", "meta"):
                 stack.enter_context(device)
             # While a thread is inside torch.autocast, torch does not clear its cache of casts: a rank's second step
-            # would use the casts of its first.
+            # would use casts from the first step.
             for kind, dtype in casts:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             yield

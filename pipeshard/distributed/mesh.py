@@ -35,7 +35,7 @@ class ProcessGroupMesh:
     """Ranks on a grid in row-major order: on a mesh of (2, 2, 2), rank 2 is at coordinate (0, 1, 0).
 
     All ranks must call the constructor. It creates a `torch.distributed` DeviceMesh with the groups along each single
-    axis. Other groups are created on request. The methods are those of `colossalai.cluster.ProcessGroupMesh` 0.5.
+    axis. Other groups are created on request. The interface follows `colossalai.cluster.ProcessGroupMesh` 0.5.
 
     Args:
         *size: the number of ranks along each axis; the product must be the world size.
@@ -45,7 +45,8 @@ class ProcessGroupMesh:
         rank: this process's rank in the world.
 
     Raises:
-        ConfigurationError: torch.distributed is not initialized, or the sizes do not multiply to the world size.
+        ConfigurationError: torch.distributed is not initialized, or the sizes are not positive integers whose product
+            is the world size.
     """
 
     def __init__(self, *size: int) -> None:
@@ -70,8 +71,7 @@ class ProcessGroupMesh:
                 self._groups[ranks, None] = self._device_mesh.get_group(axis) if self.rank in ranks else None
 
     def along(self, *axes: int) -> DeviceMesh:
-        """The DeviceMesh of the ranks whose coordinates differ from this rank's only on these axes, in ascending
-        order."""
+        """The sub-mesh with these axes, in ascending order, that contains this rank."""
         return self._device_mesh[tuple(axis_name(axis) for axis in sorted(_axis(axis, self.shape) for axis in axes))]
 
     def size(self, dim: int | None = None) -> int | Coordinate:
@@ -101,12 +101,12 @@ class ProcessGroupMesh:
             return int(np.ravel_multi_index(coord, shape, mode))
         except ValueError as error:
             raise ConfigurationError(
-                f"coordinate {coord} has no rank, or is outside a mesh of {shape} in mode {mode!r}: {error}"
+                f"coordinate {coord} is invalid for a mesh of {shape} in mode {mode!r}: {error}"
             ) from error
 
     @staticmethod
     def get_coords_along_axis(base_coord: Coordinate, axis: MeshAxes, indices_at_axis: Indices) -> list[Coordinate]:
-        """All copies of `base_coord` with indices on `axis` from `indices_at_axis`; the last axis varies fastest.
+        """All copies of `base_coord` with indices on `axis` from `indices_at_axis`; the last given axis varies fastest.
 
         Args:
             base_coord: the coordinate whose indices on all other axes are kept.
@@ -131,7 +131,7 @@ class ProcessGroupMesh:
     def create_group_along_axis(
         self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Return the group of the ranks whose coordinates differ from this rank's only on `axis`, or create it.
+        """Return, and create if necessary, the group of the ranks that differ from this rank only on `axis`.
 
         A collective: call it on every rank of the world, with the same `backend`. Axes and indices may differ between
         ranks.
@@ -151,7 +151,7 @@ class ProcessGroupMesh:
         mask = torch.zeros(math.prod(self.shape), dtype=torch.int8)
         mask[list(wanted)] = 1
         world: Any = dist.group.WORLD
-        # Sorted, since every rank must call new_group in the same order, and the order of a set differs by process.
+        # Sorted, since every rank must call new_group in the same order.
         for ranks in sorted({tuple(row.nonzero().flatten().tolist()) for row in gather(mask, world)}):
             if (ranks, backend) not in self._groups:
                 with raising_errors():
@@ -164,8 +164,9 @@ class ProcessGroupMesh:
     ) -> dist.ProcessGroup | None:
         """Like `create_group_along_axis`, but does not communicate if the groups of all ranks already exist.
 
-        The groups along a single full axis always exist. For other groups, the first call is a collective. If ranks
-        pass different arguments, and only some ranks' groups exist, only `create_group_along_axis` is safe.
+        The groups along a single full axis, with the default backend, always exist. For other groups, the first call is
+        a collective. If ranks pass different arguments, and groups exist only for some of these arguments, call
+        `create_group_along_axis` instead.
         """
         wanted = self._ranks_along(axis, indices_at_axis)
         # Check the groups of every rank, not only this rank's, so that all ranks make the same decision.
@@ -178,8 +179,8 @@ class ProcessGroupMesh:
         return [] if group is None else ranks_of(group)
 
     def warm_up(self, device: torch.device) -> None:
-        """Use every group of the world's backend once, in the same order on all ranks. If connections were created
-        lazily in a step, hosts would wait for each other, and GPUs would wait for all work in their queues."""
+        """Run an all-reduce in every group of the world's backend, in the same order on all ranks. If connections were
+        created lazily in a step, hosts would wait for each other, and GPUs would wait for all work in their queues."""
         for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if group is not None and backend is None and group.size() > 1:
                 work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
@@ -243,7 +244,7 @@ class Grid:
         world: the group of all ranks.
         device: the device on which this process computes.
 
-    Raises ConfigurationError if the product of the sizes is not the world size, or if NCCL would refuse the devices.
+    Raises ConfigurationError if the product of the sizes is not the world size, or if two ranks share a GPU under NCCL.
     """
 
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
@@ -269,8 +270,8 @@ class Grid:
         self.world = self._group([DP, PP, TP])
 
     def p2p(self, kind: object, placement: Sequence[int]) -> P2P | None:
-        """The P2P for the messages of this rank's pipeline, with stage s on rank `placement[s]`, or None if all stages
-        are on one rank. A built-in P2P is created once per placement. A user's class may have state, so it is
+        """The P2P for the messages of this rank's pipeline, with stage s on pipeline rank `placement[s]`. None if all
+        stages are on one rank. A built-in P2P is created once per placement. A user's class may have state, so it is
         instantiated for each model."""
         ranks = self.mesh.get_ranks_in_group(self.stages)
         if not isinstance(kind, str):
@@ -305,7 +306,7 @@ class Grid:
         return f"rank {rank} ({', '.join(names)})"
 
     def at(self, stage: int, group: dist.ProcessGroup) -> int:
-        """The first global rank of `group` that belongs to this stage."""
+        """The first rank of `group` on stage `stage`, as a global rank."""
         ranks = ranks_of(group)
         return next(rank for rank in ranks if self.mesh.unravel(rank, self.mesh.shape)[PP] == stage)
 
@@ -338,7 +339,7 @@ _grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # by world an
 
 
 def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
-    """Return the Grid of these sizes, which all models of this world share. Call it on all ranks.
+    """Return the Grid of these sizes, which all models of this world with these sizes share. Call it on all ranks.
 
     torch keeps a process group, with its threads and NCCL's allocations, until the world is destroyed. A sweep that
     boosts one model after another would create more groups with each model. Models do not run at the same time, so
@@ -382,7 +383,8 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
         processes = one * (dp_size or 1)
         raise ConfigurationError(
             f"{wanted}, but the world has {world} processes: start torchrun --nproc-per-node {processes} ..., "
-            f"{'' if dp_size else 'or a multiple of it for replicas, '}or choose sizes whose product is {world}"
+            f"{'' if dp_size else f'or a multiple of {processes} for replicas, '}"
+            f"or choose sizes whose product is {world}"
         )
     return world // one
 
@@ -410,7 +412,7 @@ def own_index(bound: torch.device | None, current: int, local: int) -> int:
 
 def refuse_shared_gpus(device: torch.device) -> None:
     """Raise ConfigurationError, on every rank, if two ranks compute on the same GPU and the process group uses NCCL.
-    The ranks exchange their GPUs, since each may see only its own, as device 0."""
+    The ranks exchange the ids of their GPUs, since each rank may see only its own GPU, as device 0."""
     world = dist.group.WORLD
     assert world is not None
     if carrier(torch.device("cuda")) != "nccl":
@@ -420,13 +422,14 @@ def refuse_shared_gpus(device: torch.device) -> None:
         if gpu and (first := gpus.index(gpu)) < rank:
             raise ConfigurationError(
                 f"ranks {first} and {rank} compute on the same GPU, which NCCL refuses: start at most one rank per "
-                "GPU (of several launchers on one machine, each needs its own CUDA_VISIBLE_DEVICES), or create the "
-                "process group with init_process_group('gloo'), with a Trainer by TrainingArguments(ddp_backend='gloo')"
+                "GPU (if you start several launchers on one machine, give each its own CUDA_VISIBLE_DEVICES), or "
+                "create the process group with init_process_group('gloo') or, with a Trainer, "
+                "TrainingArguments(ddp_backend='gloo')"
             )
 
 
 def gpu_of(device: torch.device) -> str:
-    """The host and the GPU of this rank, as NCCL compares them, or "" for a CPU and for a GPU that NCCL shares."""
+    """The host and the GPU of this rank, as NCCL compares them, or "" for a CPU or if NCCL may share GPUs."""
     if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
         return ""
     host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
@@ -434,7 +437,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def backend_here() -> str | None:
-    """The backend for the process group of this host's ranks: None, torch's default, if the host has a GPU for each of
-    its ranks, as NCCL requires, otherwise gloo."""
+    """The backend for `init_process_group`: None (torch's default) if this host has a GPU for each of its ranks, as
+    NCCL requires, otherwise "gloo"."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     return None if torch.cuda.device_count() >= ranks else "gloo"

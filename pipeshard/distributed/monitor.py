@@ -1,7 +1,7 @@
 """Monitor: a small process for each rank that kills the rank if it hangs while it holds the GIL.
 
 A thread of the rank would need the GIL to kill the rank, but a hanging extension or regular expression may never
-release it. The monitor is therefore a separate process. It imports only the standard library, and takes 10 MB.
+release it. The monitor is therefore a separate process. It imports only the standard library, and uses 10 MB.
 
     rank ── each second: how long the rank may be silent ──▶ monitor ── SIGABRT, then SIGKILL ──▶ rank
 """
@@ -33,8 +33,8 @@ class Monitor:
         os.set_blocking(self._pipe, False)
 
     def beat(self, limit: float) -> None:
-        """Send a heartbeat, with the number of seconds for which this process may be silent from now on. Infinity means
-        no limit."""
+        """Send a heartbeat, which sets the number of seconds for which this process may be silent from now on. Infinity
+        means no limit."""
         with contextlib.suppress(OSError):  # the monitor was killed or is stopped: training continues without it
             os.write(self._pipe, f"{0 if limit == float('inf') else limit:.3f}\n".encode())
 

@@ -1,9 +1,9 @@
 """P2P: messages between ranks of a pipeline; each contains only a tensor's bytes.
 
 Both ends have the shapes and dtypes from the trace. Messages therefore have no header, nothing is pickled, and there
-are no handshakes that could wait in an order other than the schedule's. On a GPU with NCCL, a message is a kernel on
-both ranks, and each rank runs the kernels of one communicator one after the other. Messages are then posted in an order
-in which these kernels never deadlock (`add_ordered_communication`).
+are no handshakes that could wait in an order other than the schedule's. With NCCL, each message runs as a kernel on the
+sending rank and a kernel on the receiving rank, and a rank runs the kernels of one communicator one after the other.
+Messages are then posted in an order in which these kernels never deadlock (`add_ordered_communication`).
 """
 
 import inspect
@@ -43,7 +43,7 @@ class P2P(ABC):
         kernels: whether messages are kernels on a GPU's streams. If so, a step's messages are posted in an order in
             which these kernels never deadlock.
         tells: whether `is_completed()` of the work that `send` returns becomes true without a call of `wait()`. If not,
-            pipeshard keeps the sent tensor until it calls `wait()`, soon after.
+            pipeshard calls `wait()` as soon as more than a few messages are pending, to free the sent tensors.
     """
 
     tells = True
@@ -59,7 +59,7 @@ class P2P(ABC):
         return self.new_groups([ranks])[0]
 
     def new_groups(self, members: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """Create one group per list of global ranks. Call it on every rank of the world, with equally many lists."""
+        """Create one group per list of global ranks. Call it on all ranks of the world, with equally many lists."""
         world: Any = dist.group.WORLD
         options = options_of_kernels() if self.kernels else {}
         groups: list[Any] = []
@@ -79,8 +79,8 @@ class P2P(ABC):
 
 
 class EdgeP2P(P2P):
-    """A P2P with a group of two ranks for each edge. If both directions of a pair shared a group, a message that is
-    posted early could queue behind a message in the opposite direction that depends on it, or be mistaken for one."""
+    """A P2P with a separate group of two ranks for each edge. If both directions shared a group, a message posted early
+    could queue behind a message in the other direction that depends on it, or be mistaken for that message."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
@@ -165,20 +165,20 @@ def edges_of(placement: Sequence[int]) -> list[Edge]:
 
 
 def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
-    """Create the P2P of a pipeline with stage s on rank `placement[s]`. Returns None if all stages are on one rank."""
+    """Create the P2P of a pipeline with stage s on pipeline rank `placement[s]`. None if one rank holds all stages."""
     edges = edges_of(placement)
     return check_p2p(kind)(ranks, edges, device) if edges else None
 
 
 def with_messages(program: Program, p2p: P2P | None) -> Program:
-    """Add the messages of a P2P to `program`, in one order of all ranks' actions if messages are kernels."""
+    """Add messages to `program`, in an order that cannot deadlock on GPU streams if the P2P's messages are kernels."""
     has_kernels = p2p is not None and p2p.kernels
     return add_ordered_communication(program) if has_kernels else add_communication(program)
 
 
 def options_of_kernels() -> dict[str, Any]:
     """The `new_group` options of a group that is only for messages. NCCL's own timer would start when the host posts a
-    message, and abort the process without an explanation. So it is set to a day, and the watchdog detects stalls
-    instead. The streams have high priority, so that a message does not wait behind the next layer's kernels."""
+    message, and abort the process without an explanation. It is therefore set to a day, and the watchdog detects
+    stalls instead. The streams have high priority, so that a message does not wait behind the next layer's kernels."""
     day = timedelta(days=1)
     return {"backend": "nccl", "timeout": day, "pg_options": nccl_options(day)}

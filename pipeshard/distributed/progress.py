@@ -58,14 +58,14 @@ class Progress:
     def start(self, action: Action | str) -> None:
         """Record the start of an action of a step: an Action of the schedule, or the name of another action."""
         now = time.monotonic()
-        if self.call in STEPS:  # not in the proof at boost
+        if self.call in STEPS:  # not during the verification at boost
             self.longest = max(self.longest, now - self.since)
         self.action, self.since = action, now
         self.history.append((now, action))
 
     def wait(self, work: Any, ranks: Sequence[int]) -> None:
-        """Call `work.wait()`, and record that this process waits for these ranks. If it raises within a call of the
-        program, `waits` keeps the ranks."""
+        """Call `work.wait()`, and record that this process waits for these ranks. If `work.wait()` raises within a
+        collective call, `waits` keeps the ranks."""
         self.wait_until(work.wait, ranks)
 
     def wait_until(self, done: Callable[[], Any], ranks: Sequence[int]) -> None:

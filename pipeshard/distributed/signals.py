@@ -1,4 +1,4 @@
-"""Signals: pipeshard's handlers of signals, and the hooks that keep forked children from inheriting that of SIGTERM."""
+"""Signals: pipeshard's signal handlers, and the hooks that remove the SIGTERM handler from forked children."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def _hook() -> None:
 
 
 def _block_sigterm() -> None:
-    # Python drops signals that a child receives before it leaves fork(): one from Process.terminate would be lost.
+    # Python drops signals that a child receives before it leaves fork(), such as the SIGTERM of Process.terminate.
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
@@ -40,8 +40,8 @@ def _unblock_sigterm() -> None:
 
 
 def _in_child() -> None:
-    """Restore the default handler of SIGTERM in a forked child, which is not a rank: it must end when its parent
-    terminates it. Its handler of SIGUSR1 remains, since the default one would end it."""
+    """Restore the default handler of SIGTERM in a forked child: the child is not a rank, and must exit when its parent
+    terminates it. The handler of SIGUSR1 remains, since the default handler would end the child."""
     if isinstance(signal.getsignal(signal.SIGTERM), Handler):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _unblock_sigterm()

@@ -39,7 +39,7 @@ SETTLED = 0.3  # seconds after which a wait is considered stuck, if a rank has f
 HEARD = 2 * PERIOD + SETTLED + 0.2  # seconds after which all other ranks have left a call that failed on one rank
 GRACE = 3.0  # seconds in which a call can end by itself if a rank has failed, before the watch interrupts it
 END_AFTER = 6.0  # seconds after which the watch kills the process
-SILENT = 12  # checks without a response after which the store counts as gone, if this process waits or is stalled
+SILENT = 12  # unanswered checks after which the store counts as gone, if this process waits for it or is stalled
 PATIENCE = 0.5  # seconds to wait for a report of the failed rank after a lost connection
 BEAT = 4  # checks per heartbeat to the monitor
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun for its workers
@@ -304,8 +304,8 @@ class Watch:
             self._monitor.beat(float("inf"))
 
     def _find_out(self) -> Fault | None:
-        """A fault that no rank can report, because a rank of this host, the store or the agent was killed or is
-        stopped. None without such a fault."""
+        """A fault that the failed process cannot report: a rank of this host was killed or is stopped, this process's
+        agent is gone, or the store does not respond. None if there is no such fault."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)
@@ -316,7 +316,7 @@ class Watch:
 
     def _look_outside(self) -> None:
         """Record a wait for other ranks between two calls: pipeshard's own, or one in the user's code. The frame is
-        kept alive, so its address is not reused."""
+        kept alive, so that its address is not reused."""
         if NOW.waits and not NOW.call:
             self._outside = None, NOW.since
             return

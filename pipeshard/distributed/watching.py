@@ -29,7 +29,7 @@ class _Process:
 
     Attributes:
         world: the process group whose calls are counted.
-        well: the number of the last call that succeeded without a watch.
+        well: the number of the last call that succeeded without a watch, or -1 if there is none.
         interrupts: whether the watch sends the next SIGTERM.
         pid: the id of the process that installed the hooks. Forked children inherit the hooks, but are not ranks.
         exit: a description of the program's sys.exit call, or "" if there was no such call or its status was 0.
@@ -76,9 +76,9 @@ def _count_calls() -> None:
 
 @contextlib.contextmanager
 def constructing() -> Iterator[None]:
-    """Context manager for the constructor of a plugin, which counts as a collective call. If the constructor raises an
-    error only on this rank, the other ranks raise this error in their next call. The error is reported here, since
-    there may not be a watch yet."""
+    """Context manager for the constructor of a plugin, which counts as a collective call. If the constructor raises a
+    PipeshardError only on this rank, the other ranks raise RankError with this error's text in their next call. The
+    error is reported here, since there may not be a watch yet."""
     _count_calls()
     with calling("PipelinePlugin"):
         try:
@@ -95,7 +95,7 @@ def constructing() -> Iterator[None]:
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[bool]:
     """Context manager for a collective call of the user's program. Yields whether the call counts: a call inside
-    another call, or before the first boost of this world, does not.
+    another call, on a rank of a local world, or before this world's first plugin does not.
 
     With a watch, raises RankError instead of an error that another rank's failure caused.
     """
