@@ -25,8 +25,8 @@ def draw_text(program: Program | Simulation) -> str:
     time, and `--` continues the last action.
 
     A Program is drawn with F = B = W = 1 cell and messages that take no time. The times of a Simulation are rounded to
-    multiples of its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`. `simulate`
-    of 1F1B:
+    multiples of its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`. The
+    Simulation of 1F1B with p=2, m=2:
 
         rank 0  F0 F1 .. .. B0 -- .. B1 --
         rank 1  .. F0 B0 -- F1 B1 -- .. ..
@@ -99,7 +99,7 @@ def _backward(actions: Set[Action]) -> str:
     """The label of B in the legend, which depends on whether every, some or no B has a W."""
     split = {Action(Kind.W, i, s) in actions for kind, i, s in actions if kind is Kind.B}
     if split == {False, True}:
-        return "backward (input gradients where it is split)"
+        return "backward (input gradients if split)"
     return "input gradients" if True in split else _NAMES[Kind.B]
 
 

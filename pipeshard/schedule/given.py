@@ -131,7 +131,7 @@ def _check(program: Program, p: int) -> None:
     if program.has_communication or Kind.B not in program.kinds:
         raise ConfigurationError(
             f"schedule {program.name!r} has {'messages' if program.has_communication else 'no backward passes'}: pass "
-            "only the F, B and W of a training step; pipeshard adds the messages"
+            "the F, B and W of a training step, without messages, which pipeshard adds"
         )
     check(program)
     forwards = [action for actions in program.ranks for action in actions if action.kind is Kind.F]

@@ -44,8 +44,8 @@ def _with_messages(program: Program, actions: tuple[Action, ...], position: Posi
 def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -> list[list[Action]]:
     """For each k, the receives to post directly before the k-th of one rank's `actions`.
 
-    Messages on an edge arrive in the order in which they are sent, so their receives are posted in this order: the slot
-    of a receive is never after the slot of a message that is sent later. Posting earlier never blocks.
+    Messages on an edge arrive in the order in which they are sent, so their receives are posted in this order: a
+    receive is never posted after the receive of a message that is sent later. Posting earlier never blocks.
     """
     receives = crossing(program, RECEIVE)
     edges: defaultdict[int, list[tuple[float, int, Action]]] = defaultdict(list)
@@ -71,8 +71,8 @@ def _one_early(actions: tuple[Action, ...], k: int) -> int:
 
 
 def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Kind]:
-    """Map each (kind, stage) with a message from or to another rank to the message's kind. `messages` is RECEIVE or
-    SEND."""
+    """Map each compute step (kind, stage) that receives from another rank (`messages` is RECEIVE), or sends to another
+    rank (SEND), to the kind of its message."""
     stages = range(len(program.placement))
     return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}
 

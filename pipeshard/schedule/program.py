@@ -41,14 +41,14 @@ PARTNER = {  # the other end of a message, and the offset of its stage
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, +1),
 }
-StageStep = tuple[Kind, int]  # (kind, stage): an action of every microbatch
+StageStep = tuple[Kind, int]  # (kind, stage): an action without its microbatch
 
 
 class Action(NamedTuple):
     """One step of one rank for one microbatch. A message has the stage of the compute action that it serves:
 
     `RecvF(i, s)` receives the input of `F(i, s)`, `SendF(i, s)` sends its output; `RecvB(i, s)` receives the
-    output gradient for `B(i, s)`, `SendB(i, s)` sends the input gradient that it computed.
+    output gradient for `B(i, s)`, `SendB(i, s)` sends the input gradient of `B(i, s)`.
     """
 
     kind: Kind

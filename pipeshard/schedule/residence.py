@@ -1,7 +1,7 @@
 """Residence: the activations on a rank's device while each action runs, if all other activations are on the host.
 
-The device then holds the activations that the action uses and the activations that the next B or W needs, of at most
-two microbatches. If the latter are not on the device yet, they are copied back while the action runs.
+The device then holds the activations of at most two (microbatch, stage) pairs: the pair of the action, and the pair of
+the next B or W. The latter's activations are copied back while the action runs, unless they are on the device already.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,8 @@ Holding = tuple[int, int]  # the activations of a microbatch on a stage
 
 class Residence(NamedTuple):
     """The activations on the device while an action runs: the action's own, and `next`, the activations of the next B
-    or W (None if their F has not run yet). With `stays`, the action's own activations stay during the following
-    action."""
+    or W (None if there is no next B or W, or if its F has not run yet). If `stays`, the action's own activations stay
+    on the device during the following action."""
 
     next: Holding | None
     stays: bool

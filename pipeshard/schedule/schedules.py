@@ -60,7 +60,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> Program:
-    """Zero bubble H1: 1F1B with rank r's W deferred by r (Qi et al. 2023, arXiv:2401.10241). With p=3, m=4:
+    """Zero bubble H1: 1F1B that defers rank r's W by r microbatches (Qi et al. 2023, arXiv:2401.10241). With p=3, m=4:
 
     rank 0  F0 F1 F2 .. .. B0 W0 F3 B1 W1 B2 W2 B3 W3
     rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
@@ -85,7 +85,7 @@ def zbv(p: int, m: int, v: int = 2) -> Program:
 
     F, B and W are the times of both chunks of a rank together. Bubble (p-1)max(B/2, B-W) for m >= 2p-2 and max(F, W) <=
     B: that is (p-1)(F+B-W)/2 if F = B = W, and at most that if W <= F <= B <= F+W. Every rank keeps 2p activations of a
-    stage (fewer if m < 2p-1), as much as the first rank of 1F1B with stages twice as large.
+    stage (fewer if m < 2p-1), as much memory as the first rank of 1F1B with stages twice as large.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -200,5 +200,5 @@ def num_chunks(name: str, v: int = 1) -> int:
     if v in (1, own) or (name == "interleaved" and v > 1):
         return max(v, own)
     raise ConfigurationError(
-        f"schedule {name!r} requires num_model_chunks={own}, got {v}; 'interleaved' supports other numbers"
+        f"schedule {name!r} requires num_model_chunks={own}, got {v}; 'interleaved' supports any number above 1"
     )

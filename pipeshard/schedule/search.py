@@ -1,4 +1,4 @@
-"""Search: the search for a fast order of F, B and W for stages of any costs, within the memory of each rank.
+"""Search: a search for a fast order of F, B and W for stages of any costs, within the memory of each rank.
 
 The schedules in `schedules.py` are designed for stages of equal costs. Here a list scheduler uses the clock of
 `simulate`: a free rank runs the best action that can start. A `Rule` selects this action. `climb` changes the rule and
@@ -40,12 +40,12 @@ class Work(NamedTuple):
 
 def estimate(work: Work, m: int, tightness: float = 1.0, most: float = math.inf) -> tuple[float, float]:
     """Estimate the time of a step of m microbatches. Returns the time of the slowest rank, and the sum of the squared
-    times of all ranks. If a rank takes longer than `most`, both numbers may be infinite.
+    times of all ranks. If a rank takes longer than `most`, both numbers are infinite.
 
-    A rank is idle three times: until its first input arrives; after its other work, until the input of a later stage or
-    the first gradient arrives; and from its last B to the end of the step. The other work and the number of
-    microbatches in flight are limited by memory: `tightness` is the memory that microbatches take, relative to a step
-    in which nothing waits. If ranks have too little memory for one microbatch, the time is infinite, and the second
+    A rank is idle until its first input arrives, and from its last B to the end of the step. It is also idle if it runs
+    out of other work before the first input of a later stage or the first gradient arrives. Memory limits this other
+    work and the number of microbatches in flight: `tightness` is the memory that microbatches take, relative to a step
+    in which no action waits. If ranks have too little memory for one microbatch, the time is infinite, and the second
     number is the missing memory.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
@@ -93,7 +93,7 @@ class Rule(NamedTuple):
 def rules(work: Work, m: int) -> Iterator[Rule]:
     """Yield the rules from which a search starts. The main difference is the number of microbatches that a stage keeps
     alive: as many as fit in memory, or somewhat more than are in flight in a step without idle time. The best rules
-    come first, so that slower ones are given up early."""
+    come first, so that the search abandons slower rules early."""
     stages = range(len(work.placement))
     busy = [0.0] * len(work.room)
     for s in stages:
@@ -136,7 +136,7 @@ def of_ranks(placement: tuple[int, ...], p: int) -> list[list[int]]:
 
 def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
     """Minimize a value by hill climbing: try `tries` changes from `start`, whose value is `best`, and keep each change
-    that does not increase the value. Returns the lowest value and its argument. `value(found, best)` need not be exact
+    that does not increase the value. Returns the lowest value and its argument. `value(found, best)` may be inexact
     if it exceeds `best`."""
     for _ in range(tries):
         found = change(start)
@@ -148,8 +148,8 @@ def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T
 def anneal(
     start: T, best: float, value: Callable[[T, float], float], change: Callable[[T], T], tries: int, slack: float
 ) -> tuple[float, T]:
-    """Minimize a value like `climb`, but also keep changes that exceed the lowest value so far by a fraction. This
-    fraction falls from `slack` to 0. Returns the lowest value and its argument."""
+    """Minimize a value like `climb`, but also keep changes that exceed the lowest value so far by at most a fraction.
+    This fraction falls from `slack` to 0. Returns the lowest value and its argument."""
     now = start
     for k in range(tries):
         changed = change(now)

@@ -66,7 +66,7 @@ class Simulation(Timetable):
 
         `size` is the memory of one microbatch's activations on a stage: one number, or one per stage. The activations
         are alive from the microbatch's F to its last compute action on the stage (W, otherwise B, otherwise F). Raises
-        ConfigurationError for sizes that are negative or not one per stage.
+        ConfigurationError for sizes that are negative, infinite or not one per stage.
         """
         sizes = _per_stage("size", size, len(self.program.placement))
         return tuple(
@@ -94,13 +94,13 @@ def simulate(
     that a stage sends back (by default `latency`): one number, or one per stage. `sizes` has one factor per microbatch,
     by which the microbatch's costs are multiplied.
 
-    Raises DeadlockError if the program cannot finish or if the two ends of an edge disagree on the order of messages.
-    The error lists the waiting ranks and their messages. Raises ConfigurationError for costs that are negative or not
-    one per stage, and for sizes that are not one per microbatch.
+    Raises DeadlockError if the program cannot finish (the error then lists the waiting ranks and their messages), or if
+    the two ends of an edge disagree on the order of messages. Raises ConfigurationError for costs that are negative,
+    infinite or not one per stage, and for `sizes` that are not one per microbatch.
     """
     if len(sizes) not in (0, program.num_microbatches):
         raise ConfigurationError(
-            f"sizes has {len(sizes)} factors for {program.num_microbatches} microbatches: pass one for each microbatch"
+            f"sizes has {len(sizes)} factors for {program.num_microbatches} microbatches: pass one per microbatch"
         )
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
@@ -142,7 +142,7 @@ def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...
     values = tuple(map(float, cost)) if isinstance(cost, Sequence) else (float(cost),) * num_stages
     if len(values) != num_stages:
         raise ConfigurationError(
-            f"{name} has {len(values)} costs for {num_stages} stages: pass one cost, or one per stage"
+            f"{name} has {len(values)} values for {num_stages} stages: pass one number, or one per stage"
         )
     if not all(0 <= value < math.inf for value in values):
         raise ConfigurationError(f"{name} must be finite and non-negative, got {cost}")
@@ -162,10 +162,10 @@ class _Edge:
 
 
 class _Run:
-    """The state of a simulation. Each rank is a generator that runs until a step that it needs is missing.
+    """The state of a simulation. Each rank is a generator that runs until a step that it needs is incomplete.
 
-    The order in which ranks run does not matter, so no clock orders the events: every time follows from the times of
-    the steps that an action needs. On each edge the k-th send matches the k-th receive.
+    The order in which ranks run does not matter, so no clock orders the events: an action's time follows from the times
+    of the steps that it needs. On each edge the k-th send matches the k-th receive.
     """
 
     def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], sizes: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Streams: an order of messages that terminates on GPU streams.
+"""Streams: an order of messages that cannot deadlock on GPU streams.
 
 A host queues all actions of a step on its GPU and does not wait. With NCCL, each message runs as a kernel on the
 sending rank and a kernel on the receiving rank. Each kernel waits on its communicator's stream for earlier messages,

@@ -104,7 +104,7 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
 def test_a_split_backward_is_said(tmp_path: Path) -> None:
     """Only the last backwards of a 1F1B were short, and nothing said why."""
     for program, said in (
-        (shorten_cooldown(one_f_one_b(3, 4)), "backward (input gradients where it is split)"),
+        (shorten_cooldown(one_f_one_b(3, 4)), "backward (input gradients if split)"),
         (zb_h1(3, 4, 1), "input gradients"),
     ):
         draw_timeline([("", simulate(program, 0.01, 0.01, 0.01).spans)], tmp_path / "split.svg")
