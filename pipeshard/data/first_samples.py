@@ -35,11 +35,12 @@ def find_sample(
     device: torch.device,
     for_search: bool = False,
 ) -> Batch:
-    """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), the dataset's first
-    samples, or otherwise dummy inputs for the model.
+    """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), otherwise the dataset's
+    first samples, otherwise dummy inputs for the model.
 
-    Raises BatchError if no batch can be read or generated, and ConfigurationError if the batch lacks a declared path,
-    or does not have the sizes of a training batch, which a search for a schedule requires (`for_search`).
+    Raises BatchError if no batch can be read or generated, and ConfigurationError if the batch lacks a declared path.
+    If `for_search`, raises ConfigurationError also for a function, and if neither `dry_run_input` nor the dataset
+    provides a batch: a search for a schedule requires the sizes of a training batch.
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input
@@ -105,8 +106,8 @@ def _is_indexed(dataset: Any) -> bool:
 def _explained(dataset: Any) -> AbstractContextManager[None]:
     return explained(
         lambda error: BatchError(
-            f"the first samples of the {type(dataset).__name__} cannot be read at the keys 0, 1, ... with which boost "
-            f"reads them ({summary(error)}). If its sampler yields other keys, pass a batch: "
+            f"boost reads the first samples of the {type(dataset).__name__} at the keys 0, 1, ... to trace the model, "
+            f"but reading failed ({summary(error)}). If the sampler yields other keys, pass a batch: "
             "PipelinePlugin(dry_run_input=batch)"
         )
     )
@@ -115,10 +116,10 @@ def _explained(dataset: Any) -> AbstractContextManager[None]:
 @contextmanager
 def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
     """Context manager that restores the generators of the process, the dataset and the collator on exit, and the
-    attributes and collections of the dataset and the collator. It thus drops what they create in their first call: a
-    generator (as transformers' collators with a seed do), or an open file, which a worker must not inherit. If the
-    length of a large collection, which is not copied, has changed on exit, neither attributes nor collections are
-    restored: a cache and the list of its keys must match."""
+    attributes and collections of the dataset and the collator. This discards objects that the dataset or the collator
+    creates on first use: a generator (in transformers' collators with a seed), or an open file, which a worker must not
+    inherit. Large collections are not copied. If the length of one has changed on exit, neither attributes nor
+    collections are restored: a cache and the list of its keys must match."""
     objects = list(reachable(dataset, collate_fn))
     attributes = [vars(value) for value in objects if is_entered(value) and hasattr(value, "__dict__")]
     collections = [value for value in objects if type(value) in COLLECTIONS]
@@ -135,7 +136,7 @@ def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
 
 
 def _restore(held: Any, before: Any) -> None:
-    """Replace the entries of a collection by those of a copy."""
+    """Replace the entries of `held`, a collection, with the entries of its earlier copy `before`."""
     if type(held) is dict:  # attributes, which other threads may read, are never absent
         for added in held.keys() - before.keys():
             del held[added]

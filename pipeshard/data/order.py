@@ -26,7 +26,7 @@ from pipeshard.graph.rng import seed_generator
 from pipeshard.private import nodes_of
 
 Attribute = tuple[str, str]  # the key of a member, and the name of its attribute
-LARGE_BYTES, MANY_ENTRIES = 1 << 20, 1000  # larger arrays, and collections with more entries, are data of a stream
+LARGE_BYTES, MANY_ENTRIES = 1 << 20, 1000  # larger arrays and longer collections are data of a stream
 
 
 class Order:
@@ -70,7 +70,7 @@ class Order:
 
     def set_epoch(self, epoch: int, force: bool = False) -> None:
         """Call `set_epoch` on every member that defines it, and on a dataset that also has an `epoch`. Unless `force`,
-        skip those whose epoch the user has set."""
+        skip objects whose epoch the user has set."""
         for number, member in enumerate(self._counting):
             if not hasattr(member, "set_epoch"):
                 continue
@@ -162,7 +162,7 @@ def refuse_unseeded(root: Any) -> None:
     if is_unseeded(root):
         raise ConfigurationError(
             f"the {type(root).__name__} was shuffled or interleaved without a seed, so every rank, and a resumed run, "
-            "would read its samples in another order, some twice and others never: pass a seed, as in "
+            "would read its samples in a different order, some twice and others never: pass a seed, as in "
             "stream.shuffle(seed=0, buffer_size=1000) or interleave_datasets(streams, probabilities, seed=0)"
         )
 
@@ -189,7 +189,7 @@ def _is_whole_number(value: Any) -> bool:
 
 
 def _has_state_dict(member: Any) -> bool:
-    """Whether a member saves its state. A `state_dict` with required arguments is meant for the loader of its own
+    """Whether a member saves its state. A `state_dict` with required arguments is meant for the loader of the member's
     library, and does not count."""
     if not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")) or is_of_datasets(member):
         return False
@@ -203,8 +203,8 @@ def _has_state_dict(member: Any) -> bool:
 
 
 def is_large(value: Any) -> bool:
-    """Whether a stream's attribute is as large as data. A list of numbers or strings does not count, since it is copied
-    fast at any size."""
+    """Whether a stream's attribute is so large that it counts as data, not as state. A list of numbers or strings never
+    counts as data, since copying it is fast at any size."""
     if isinstance(value, np.ndarray | Tensor):
         return isinstance(value, np.memmap) or value.nbytes > LARGE_BYTES
     return isinstance(value, list | tuple | dict) and len(value) > MANY_ENTRIES and not _has_scalars(value)
@@ -231,7 +231,7 @@ def copied_value(value: Any) -> Any:
 
 
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-KIND = "pipeshard.kind"  # the key of the type of a value that a checkpoint must not contain
+KIND = "pipeshard.kind"  # the key for the original type, if a checkpoint must not contain this type
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, deque, int, float)}
 KINDS: dict[str, Callable[..., Any]] = {
     "array": lambda tensor: tensor.numpy(),
@@ -271,8 +271,8 @@ def _marked(kind: str, *arguments: Any) -> dict[str, Any]:
 
 
 def restored(value: Any) -> Any:
-    """A copy of the value that `saved` converted. States of older versions have lists instead of sets and deques, and
-    tensors instead of arrays."""
+    """A copy of the value that `saved` converted. States saved by older versions of pipeshard have lists instead of
+    sets and deques, and tensors instead of arrays."""
     if isinstance(value, dict) and KIND in value:
         return KINDS[value[KIND]](*map(restored, value["arguments"]))
     if isinstance(value, dict):
@@ -302,7 +302,7 @@ def _give_back(member: Any, name: str, value: Any) -> None:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal, which may be nested, and may contain tensors and arrays."""
+    """Whether two values, which may be nested and contain tensors and arrays, are equal."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):

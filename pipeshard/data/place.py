@@ -21,11 +21,11 @@ class LoaderPlace:
     seed: int = 0
     iterators: int = 0  # number created; only the newest counts batches
     outdated: int = 0  # number created before the position was loaded or set; these must not be read
-    behind: int = 0  # number created when an older one than the newest was last read
+    behind: int = 0  # number created when an iterator other than the newest was last read
     first: int = 0  # number of batches before the newest iterator
     is_kept: bool = False  # set_epoch was called with the epoch of the newest iterator, before its first batch
     counted: int | None = None  # number of batches in the last epoch that was read completely
-    last_entries: dict[int, Any] = field(default_factory=dict)  # by number of batches: the sampler's last entry in them
+    last_entries: dict[int, Any] = field(default_factory=dict)  # n: the sampler's last entry in n batches
 
     @property
     def next_epoch(self) -> int:
@@ -34,7 +34,7 @@ class LoaderPlace:
 
     @property
     def is_left(self) -> bool:
-        """Whether an older iterator is still being read, whose batches are not counted."""
+        """Whether an older iterator, whose batches are not counted, has been read since the newest was created."""
         return self.behind == self.iterators > self.outdated
 
     @property

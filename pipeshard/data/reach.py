@@ -23,7 +23,7 @@ def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) ->
     """The roots, and every object and generator that is reachable from them, nearest first, except objects that `skip`
     selects.
 
-    The attributes of library objects are not searched, except the attributes of torch's samplers, datasets and modules.
+    The attributes of library objects are not searched, except those of samplers, datasets, modules and collators.
     """
     queue, seen = deque(roots), set[int]()
     visited = 0
@@ -93,8 +93,8 @@ def is_entered(value: Any) -> bool:
 
 
 def is_of_datasets(value: Any) -> bool:
-    """Whether this object is from Hugging Face's `datasets`. Its generators need no seed, since each epoch copies
-    them."""
+    """Whether this object is from Hugging Face's `datasets`. The generators in such objects are not seeded here, since
+    each epoch uses copies of them."""
     return type(value).__module__.partition(".")[0] == "datasets"
 
 

@@ -24,7 +24,7 @@ class Keyed:
 
 
 class KeyedSampler:
-    """The entries of a sampler, each with the key (seed, epoch, batch number, replica)."""
+    """The entries of a sampler (one entry per batch), each with the key (seed, epoch, batch number, replica)."""
 
     def __init__(self, sampler: Any, place: LoaderPlace, replica: int) -> None:
         self.sampler, self.place, self.replica = sampler, place, replica
@@ -79,8 +79,8 @@ class SeededSamples(Delegate, Dataset[Any]):
 
 
 def share_generators(loader: Any, *groups: dist.ProcessGroup) -> None:
-    """Set the random generators that the loader's dataset and collator contain to their states on the first rank of
-    each group, one group after the other. set_seed does not seed these generators."""
+    """Copy the states of the random generators in the loader's dataset and collator from the first rank of each group
+    to its other ranks, one group after the other. `set_seed` does not seed these generators."""
     roots = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     held = reachable(*roots, skip=lambda value: isinstance(value, nn.Module))  # a collator may contain the model
     generators = [value for value in held if is_generator(value)]

@@ -1,4 +1,4 @@
-"""Share: the part that one replica reads of an order, of a sampler's entries, or of a stream's samples."""
+"""Share: the part of an order (a sampler's entries or a stream's samples) that one replica reads."""
 
 import logging
 import weakref
@@ -96,7 +96,7 @@ class SharedSampler(Sampler[Any]):
         return peekable
 
     def _after_skip(self, entries: Iterator[Any]) -> Iterator[Any]:
-        """Yield the entries after the first `skip`, and note the last entry of each step.
+        """Yield the entries after the first `skip`, and record the last entry of each step.
 
         Raises CheckpointError if the last skipped entry is not the one that was read before the position was saved.
         """
@@ -105,12 +105,12 @@ class SharedSampler(Sampler[Any]):
         expected = last_entries.get(self.skip // step)
         if expected is not None and not is_equal(skipped, [expected]):
             raise CheckpointError(
-                f"{type(self.sampler).__name__} yields another order than before the data position was saved: entry "
-                f"{self.skip - 1} differs. The loader restores the state that the samplers had at the start of the "
-                "epoch (their state_dict or, without one, their changed attributes with plain values), and then omits "
-                "the entries that were read: the state must determine the order of a whole epoch, and must not be a "
-                "position in it. Correct state_dict. If the order depends on losses of the same epoch, save between "
-                "epochs. To continue in a new order, pass dataloader=None"
+                f"{type(self.sampler).__name__} yields a different order than before the data position was saved: "
+                f"entry {self.skip - 1} differs. The loader restores the state of the samplers at the start of the "
+                "epoch (their state_dict or, without one, their changed attributes with plain values), and then skips "
+                "the entries that were read: the state must determine the order of a whole epoch, and must not contain "
+                "a position in the epoch. Correct the sampler's state_dict. If the order depends on losses of the same "
+                "epoch, save between epochs. To continue in a new order, pass dataloader=None"
             )
         for number, entry in enumerate(entries, self.skip + 1):
             if number % step == 0 and is_plain(entry):
@@ -154,15 +154,14 @@ class SharedSampler(Sampler[Any]):
 
 
 class SharedCollate:
-    """A collator for a stream's samples. Unlike the stream's random numbers, those of the collator depend on the
-    replica. They do not change the stream's generators, so the stream has the same order with any number of
-    replicas."""
+    """A collator for a stream's samples. Its random numbers depend on the replica, unlike the stream's, and do not
+    advance the stream's generators. The stream therefore has the same order with any number of replicas."""
 
     def __init__(self, collate_fn: Any, replica: int) -> None:
         self.collate_fn, self.replica = collate_fn, replica
 
     def begin(self, *key: int) -> None:
-        """Start the random numbers of an epoch of the stream in this process."""
+        """Begin an epoch of the stream, whose random numbers depend on `key`, in this process."""
         self.key, self.batches = key, 0
 
     def __call__(self, samples: Any) -> Any:
@@ -175,8 +174,8 @@ class SharedStream(Delegate, IterableDataset[Any]):
     """One replica's share of a stream. Each worker reads its own copy of the stream.
 
     Every replica reads the whole stream, so the stream's random numbers depend on seed, epoch and worker, not on the
-    replica. `moment` (seed, epoch, the stream's epoch) is in shared memory, since persistent workers receive no new
-    epoch.
+    replica. `moment` (seed, epoch, the stream's epoch) is in shared memory, since persistent workers would not
+    see a new epoch otherwise.
     """
 
     def __init__(

@@ -44,9 +44,9 @@ class PipelineModule(nn.Module):
         activation_checkpoint_interval: if k > 0, each group of k layers keeps only the input of its first layer, and
             runs again in the backward pass. In a pipeline, each layer runs again separately, unless the plugin's
             arguments select layers.
-        checkpointable_layers: class names; with the interval, a group runs again only if all its layers have these
-            classes.
-        dynamic_shape: ignored, since batches may always have any shape.
+        checkpointable_layers: class names; with `activation_checkpoint_interval`, a group runs again only if the class
+            of each layer in the group is listed.
+        dynamic_shape: ignored, since every batch may have a different shape.
 
     Raises ConfigurationError for an entry that is not a layer, a constructor that does not run on meta, parameters that
     cannot be tied, or any other invalid argument.
@@ -136,8 +136,8 @@ class PipelineModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Build all layers, then load `state_dict` as any module does. For tied parameters, one of their names
-        suffices."""
+        """Build all layers, then load `state_dict` like nn.Module. It may contain a tied parameter under only one
+        of the parameter's names."""
         state = dict(state_dict)
         for names in names_of(self.build()).values():
             present = [name for name in names if name in state]
@@ -146,14 +146,14 @@ class PipelineModule(nn.Module):
         return super().load_state_dict(state, *args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Build all layers, then call `fn` for each module, as any module does: `fn` often sets initial values, and
-        writes on meta would be lost."""
+        """Build all layers, then call `fn` on each module like nn.Module: `fn` often sets initial values, and writes to
+        meta tensors would be lost."""
         if not self._is_cut:
             self.build()
         return super().apply(fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Build all layers before a move to another device; a change of dtype works on meta."""
+        """Build all layers before a move to another device. A change of dtype also works on meta."""
         if skeletons(self):
             try:
                 fn(torch.empty(0, device="meta"))
@@ -197,8 +197,9 @@ def _layer_entries(layers: Any) -> list[Any]:
         hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
         if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
             raise ConfigurationError(
-                f"the {type(layers).__name__} has {'hooks' if hooked else 'a forward'} of its own, which would not "
-                "run, because its members become the layers. Pass this module as one layer: PipelineModule([...])"
+                f"the {type(layers).__name__} has {'hooks' if hooked else 'its own forward'}, which would not run, "
+                "because PipelineModule runs only its members, as layers. Put this module into a list to make it one "
+                "layer: PipelineModule([module])"
             )
     iterable = isinstance(layers, Iterable) and not isinstance(layers, str | Mapping | nn.ModuleDict | Tensor)
     entries = list(layers) if iterable else []
@@ -242,6 +243,6 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None, owner: nn.Mod
 
 
 def _seed_torch(number: int) -> None:
-    """Call torch.manual_seed. Unlike torch.manual_seed after torch.compile has replaced it, this function can be
-    pickled."""
+    """A torch.manual_seed that can be pickled, even after torch.compile has replaced torch.manual_seed with a function
+    that cannot."""
     torch.manual_seed(number)

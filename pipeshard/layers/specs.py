@@ -40,14 +40,14 @@ class LayerSpec:
         return f"{type(self).__name__}({getattr(self.typename, '__name__', self.typename)})"
 
     def build(self, seed: Callable[[], Any] | None = None) -> nn.Module:
-        """Build the layer with allocated and initialized parameters, after a call of `seed()` if it is set."""
+        """Call `seed()` if it is given, then build the layer with allocated and initialized parameters."""
         self.builds += 1
         if seed is not None:
             seed()
         return self.construct()
 
     def construct(self) -> nn.Module:
-        """Build the layer without seeding or counting it. On meta, only shapes are needed."""
+        """Build the layer without seeding or counting. Called on its own for the layer's shapes, on meta."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 

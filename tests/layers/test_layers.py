@@ -559,8 +559,8 @@ def hooked(module: nn.Module) -> nn.Module:
     [
         ([], {}, "requires a list or another iterable of at least one layer"),
         (nn.Linear(2, 2), {}, "requires a list or another iterable of at least one layer"),
-        (Residual(nn.Linear(2, 2)), {}, "the Residual has a forward of its own, which would not run"),
-        (hooked(nn.Sequential(nn.Linear(2, 2))), {}, "the Sequential has hooks of its own"),
+        (Residual(nn.Linear(2, 2)), {}, "the Residual has its own forward, which would not run"),
+        (hooked(nn.Sequential(nn.Linear(2, 2))), {}, "the Sequential has hooks, which would not run"),
         ([nn.Linear(2, 2), 3], {}, "layer 1 has type int: pass a module, a LayerSpec"),
         ([nn.ReLU], {}, r"layer 0 is the class ReLU: pass LayerSpec\(ReLU, ...\) or ReLU\(...\)"),
         ([LayerSpec(Deciding, 4)], {}, r"layer 0, LayerSpec\(Deciding\), cannot be built on meta.*device='cpu'"),
