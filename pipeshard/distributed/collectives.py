@@ -27,8 +27,8 @@ from pipeshard.private import StridedShard
 def encode(value: Any) -> bytes:
     """Serialize a value to bytes, for `decode`.
 
-    Raises MessageError for anything except None, numbers, strings, bytes, tensors, dtypes, torch.Sizes, and dicts,
-    lists, tuples and sets of these: pickle accepts other objects, but executes code to load them.
+    Supports None, numbers, strings, bytes, tensors, dtypes, torch.Sizes, and dicts, lists, tuples and sets of these.
+    Raises MessageError for objects that torch.load refuses with weights_only=True, since pickle executes their code.
     """
     buffer = io.BytesIO()
     with explained(
@@ -63,7 +63,7 @@ _on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks that can send CPU tensors, so that sending metadata neither uses nor waits for a
-    GPU. This is `group` itself or, if `group` has only NCCL, a gloo group that is created on first use."""
+    GPU. This is `group` itself or, if `group` has no CPU backend, a gloo group that is created on first use."""
     if carrier(CPU, group):
         return group
     if group not in _on_cpu:
@@ -126,8 +126,8 @@ def gather_lists(values: Sequence[T], group: dist.ProcessGroup) -> list[T]:
 
 
 def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
-    """Broadcast the value of global rank `source`, and return it on every rank of `group`. Tensors are on the CPU, and
-    no code is executed.
+    """Broadcast the value of global rank `source`, and return it on every rank of `group`, with tensors on the
+    CPU. No code from the source is executed.
 
     Raises MessageError, on every rank, if the value contains anything except tensors, numbers and strings.
     """

@@ -305,7 +305,7 @@ class Watch:
 
     def _find_out(self) -> Fault | None:
         """A fault that the failed process cannot report: a rank of this host was killed or is stopped, this process's
-        agent is gone, or the store does not respond. None if there is no such fault."""
+        agent is gone, or the store does not respond. None without such a fault."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)

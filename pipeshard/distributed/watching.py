@@ -158,8 +158,8 @@ def _hook() -> None:
 
 
 def _await_threads() -> None:
-    """Wait for threads that still wait for a slow store. If their C++ code returned during Python's finalization, it
-    would abort the process, although the program has succeeded."""
+    """Wait, at most ANSWERED seconds, for threads that still wait for a slow store. If their C++ code returned during
+    Python's finalization, it would abort the process, although the program has succeeded."""
     until = time.monotonic() + ANSWERED
     for thread in threading.enumerate():
         if thread.name.startswith("pipeshard-"):
