@@ -74,7 +74,7 @@ OVER = object()  # no entry is left
 
 
 class Peekable(Iterator[Any]):
-    """An iterator that can look ahead to find whether it is exhausted. Each entry is read in the context `inside`."""
+    """An iterator that can look ahead to check whether it is exhausted. Each entry is read in the context `inside`."""
 
     def __init__(self, entries: Iterator[Any], inside: AbstractContextManager[None]) -> None:
         self._entries, self._inside = entries, inside

@@ -103,7 +103,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     attributes = ((f"{path}.{key}", held) for path, one in model.named_modules() for key, held in vars(one).items())
     others = {name.lstrip("."): held for name, held in attributes if isinstance(held, Tensor)}
     every = model.state_dict(keep_vars=True) | dict(model.named_buffers()) | others
-    return {f"{name} of shape {tuple(t.shape)} and {t.dtype}": t for name, t in every.items() if isinstance(t, Tensor)}
+    return {
+        f"{name} of shape {tuple(t.shape)} and dtype {t.dtype}": t for name, t in every.items() if isinstance(t, Tensor)
+    }
 
 
 def hash_of(content: str) -> int:

@@ -42,7 +42,7 @@ class P2P(ABC):
     Attributes:
         kernels: whether messages are kernels on a GPU's streams. If so, a step's messages are posted in an order in
             which these kernels never deadlock.
-        tells: whether `is_completed()` of the work that `send` returns becomes true without a call of `wait()`. If not,
+        tells: whether `is_completed()` of the work that `send` returns becomes true without a call to `wait()`. If not,
             pipeshard calls `wait()` as soon as more than a few messages are pending, to free the sent tensors.
     """
 

@@ -136,8 +136,8 @@ class PipelineModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Build all layers, then load `state_dict` like nn.Module. It may contain a tied parameter under only one
-        of the parameter's names."""
+        """Build all layers, then load `state_dict` like nn.Module. The state dict may contain a tied parameter
+        under only one of the parameter's names."""
         state = dict(state_dict)
         for names in names_of(self.build()).values():
             present = [name for name in names if name in state]
