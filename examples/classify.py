@@ -1,8 +1,8 @@
-"""Classify: a timm vision transformer learns handwritten digits with mixup, layer decay and averaged weights.
+"""Classify: a timm vision transformer learns handwritten digits, with mixup, layer decay and averaged weights.
 
 `python classify.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes.
-It writes `training.png` and the averaged weights to `classify/` under --output. A timm model of the same name can load
-the weights from `average.pt`.
+It writes `training.png` and the averaged weights, `average.pt`, to `classify/` under --output. The model that
+`timm.create_model(**MODEL)` returns can load these weights.
 """
 
 import argparse
@@ -77,14 +77,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if args.microbatches > args.batch_size:
         parser.error(f"argument --microbatches: {args.microbatches} is more than the batch's {args.batch_size} samples")
     if args.dp * args.batch_size > IMAGES - HELD_OUT:
-        parser.error(f"argument --batch-size: {args.dp * args.batch_size} is more than the {IMAGES - HELD_OUT} images")
+        samples = f"{args.dp} replicas x {args.batch_size}" if args.dp > 1 else args.batch_size
+        parser.error(f"argument --batch-size: {samples} is more than the {IMAGES - HELD_OUT} training images")
     if args.batch_size % 2:
         parser.error(f"argument --batch-size: mixup pairs the samples, but {args.batch_size} is odd")
     if args.mixup < 0:
         parser.error(f"argument --mixup: {args.mixup} is less than 0")
     for name in ("layer_decay", "decay"):
         if not 0 < getattr(args, name) <= 1:
-            parser.error(f"argument --{name.replace('_', '-')}: {getattr(args, name)} is not between 0 and 1")
+            parser.error(f"argument --{name.replace('_', '-')}: {getattr(args, name)} is not above 0 and at most 1")
     return args
 
 
@@ -159,14 +160,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
     draw(losses, scores, folder / "training.png")
     console.print(
         f"accuracy on {HELD_OUT} unseen images: {scores[0].model:.1%} before, {scores[-1].model:.1%} after "
-        f"{args.steps} steps, {scores[-1].average:.1%} by the average of the weights",
+        f"{args.steps} steps, {scores[-1].average:.1%} with the average of the weights",
         soft_wrap=True,
     )
     console.print(f"wrote {folder}/training.png, {folder}/average.pt", soft_wrap=True)
 
 
 class Mixed:
-    """Collates samples into a batch, in which timm's mixup blends each image and label with another image and label."""
+    """A collator whose batches timm's mixup has blended: each image and its label with another image and its label."""
 
     def __init__(self, alpha: float) -> None:
         from timm.data import Mixup
@@ -191,7 +192,7 @@ def soft_cross_entropy(output: "Tensor", batch: Mapping[str, "Tensor"]) -> "Tens
 
 
 def accuracy(engine: Any, model: "nn.Module", images: Mapping[str, "Tensor"]) -> float:
-    """Return the share of correct answers, using only forward passes; the same on every rank."""
+    """Return the fraction of correct answers, which is the same on every rank. Runs only forward passes."""
     import torch
     import torch.distributed as dist
     from torch.nn.functional import one_hot

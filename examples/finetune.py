@@ -1,8 +1,8 @@
 """Fine-tune: a causal language model in a pipeline, with the script's own training loop.
 
 `python finetune.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes.
-It trains SmolLM2-135M on the docstrings of Python's standard library, or --model on the text of --data. It trains all
-weights or, with --lora 8, adapters of rank 8, and prints a sample before and after training. Under --output, it writes
+It trains SmolLM2-135M (or --model) on the docstrings of Python's standard library (or the text in --data): all weights
+or, with --lora 8, adapters of rank 8. It prints a generated text before and after training. Under --output, it writes
 `loss.png`, `timeline.png` (the passes of each stage over time), and `model/`, a Hugging Face folder, or `adapter/`,
 which peft can load.
 """
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )  # fmt: skip
     folder, weights = source(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=weights)
-    # Each stage keeps its own weights only.
+    # Each stage keeps only its own weights.
     model: Any = plugin.from_pretrained(AutoModelForCausalLM, folder, weights, dtype=torch.float32).train()
     if args.lora:
         config = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -99,7 +99,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
     rows: Any = samples(tokenizer, [args.data.read_text()] if args.data else docstrings(), args.sequence_length)
     held_out, training = rows[: 2 * args.batch_size], rows[2 * args.batch_size :]
     if len(training) < args.dp * args.batch_size:
-        raise ValueError(f"--data has {len(rows)} samples, too few for --batch-size: use more text or shorter samples")
+        least = (2 + args.dp) * args.batch_size  # two batches are held out
+        raise ValueError(
+            f"the text has {len(rows)} samples of {args.sequence_length} tokens, but training needs {least}: use more "
+            "text (--data), a smaller --batch-size or a smaller --sequence-length"
+        )
     dataloader = plugin.prepare_dataloader(
         StackDataset(input_ids=training, labels=training), batch_size=args.batch_size, shuffle=True, seed=0
     )
@@ -173,7 +177,7 @@ def samples(tokenizer: Any, documents: Iterable[str], length: int) -> "Tensor":
 
 
 def docstrings() -> Iterator[str]:
-    """Yield the docstrings of each module of the standard library, at most 4000 characters per module."""
+    """Yield the docstrings of each top-level module of the standard library, at most 4000 characters per module."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py")):
         with tokenize.open(path) as file:
             nodes = ast.walk(ast.parse(file.read()))

@@ -1,8 +1,8 @@
 """Pairs: transformers' Trainer fine-tunes MiniLM, a BERT, to tell whether a sentence describes a function.
 
-A pair, from the standard library, is the first paragraph of a function's docstring, and the name and parameters of a
-function: in half of the pairs the same function, otherwise a different one. The held-out pairs come from modules that
-training never sees.
+Each pair consists of the first paragraph of a docstring in the standard library, and the name and parameters of a
+function: the documented function in half of the pairs, a different function in the other half. The held-out pairs come
+from modules that training never sees.
 
 `python pairs.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes. It
 writes `training.png` and `model/` (a Hugging Face folder) to `pairs/` under --output.
@@ -126,7 +126,7 @@ def tokenized(pair: Pair, tokenizer: Any) -> dict[str, Any]:
 
 
 def pairs() -> tuple[list[Pair], list[Pair]]:
-    """Return the training pairs, and `HELD_OUT` pairs from other modules. The result is the same in every call."""
+    """Return the training pairs, and at most `HELD_OUT` pairs from other modules. Every call returns the same pairs."""
     generator = random.Random(0)
     modules = [set(_functions(path)) for path in _sources()]
     generator.shuffle(modules)
@@ -149,7 +149,7 @@ def _paired(described: set[tuple[str, str]], generator: random.Random) -> list[P
 
 
 def _functions(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield, for each documented function, the first paragraph of its docstring, and its name with its parameters."""
+    """Yield the first paragraph of each function's docstring, if it has over 4 words, with the name and parameters."""
     with tokenize.open(path) as file:  # honours the encoding that the file declares
         tree = ast.parse(file.read())
     for node in ast.walk(tree):

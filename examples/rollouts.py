@@ -1,9 +1,9 @@
 """Rollouts: TRL's GRPOTrainer in a pipeline, with a toy reward: a randomly initialized llama learns to echo a letter.
 
-A prompt is a letter, and the reward of a completion is the share of its tokens that equal this letter. The stages
-generate the completions together. `python rollouts.py --pp 2` starts its own processes, one per stage; under torchrun,
-the script is one of the processes. It writes `model/`, a Hugging Face folder with a tokenizer, to `rollouts/` under
---output.
+A prompt is a letter. The reward of a completion is the number of its tokens that equal this letter, as a fraction of
+the maximum length. The stages generate the completions together. `python rollouts.py --pp 2` starts its own processes,
+one per stage; under torchrun, the script is one of the processes. It writes `model/`, a Hugging Face folder with a
+tokenizer, to `rollouts/` under --output.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def echoed(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    """Return the reward of each completion: the share of its tokens that are the letter of its prompt."""
+    """Return the reward of each completion: how often it contains its prompt's letter, divided by `TOKENS`."""
     return [text.split().count(prompt) / TOKENS for prompt, text in zip(prompts, completions)]
 
 

@@ -5,7 +5,7 @@ script is one of the processes. MODEL is a Hugging Face folder or a model id on 
 folder, a dataset id on the Hub, or a file with one chat per line: {"messages": [{"role": "user", "content": "..."},
 {"role": "assistant", "content": "..."}]} (or "prompt" and "completion", or "text"). It writes to `sft/` under --output:
 checkpoints, from which --resume continues; logs for tensorboard; and `model/`, a Hugging Face folder with a tokenizer,
-or adapters. With --quantize, it also writes `memory.png`: the memory that each rank used, and the planned memory with
+or adapters. With --quantize, it also writes `memory.png`: the peak memory of each stage, and the planned memory with
 and without quantization.
 """
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from pipeshard.trainer import pipelined
 
     class Sft(SFTTrainer):
-        """Also logs the peak memory of each rank, and prints the logged values and the remaining time."""
+        """An SFTTrainer that also logs the peak memory of each rank, and prints its logs and the remaining time."""
 
         first: tuple[int, float] | None = None  # the first logged step, and its time
 
@@ -173,12 +173,12 @@ def rows(data: str) -> Any:
 
 
 def by_stage(taken: Sequence[float], stages: int) -> list[float]:
-    """Return the largest value of each stage's ranks; consecutive ranks are the stages of one replica."""
+    """Return, for each stage, the largest value of its ranks; consecutive ranks are the stages of one replica."""
     return [max(taken[stage::stages]) for stage in range(stages)]
 
 
 def draw(bars: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
-    """Draw a group of bars for each rank, with sizes in GiB."""
+    """Draw a group of bars for each stage, with sizes in GiB."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")

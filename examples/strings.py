@@ -97,14 +97,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def exact_match(prediction: Any) -> dict[str, float]:
-    """Return the share of fully correct answers. Generated answers begin with the decoder's start token."""
+    """Return the fraction of fully correct answers. Generated answers begin with the decoder's start token."""
     written, labels = prediction.predictions[:, 1 : 1 + DIGITS], prediction.label_ids[:, :DIGITS]
     right = (written == labels) | (labels == NO_LABEL)
     return {"exact_match": float(right.all(1).mean())}
 
 
 def written_numbers() -> list[dict[str, list[int]]]:
-    """Return distinct random numbers below a million, always the same: words as `input_ids`, digits as `labels`."""
+    """Return distinct numbers below a million, the same in every call: words as `input_ids`, digits as `labels`."""
     ids = {token: k for k, token in enumerate(TOKENS)}
     numbers = random.Random(0).sample(range(1_000_000), NUMBERS)
     questions = [[*(ids[word] for word in words(number)), END] for number in numbers]
@@ -136,7 +136,7 @@ def _rest(number: int) -> list[str]:
 
 
 def draw(history: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw the loss, and the share of correct answers on held-out numbers."""
+    """Draw the loss, and the fraction of correct answers on held-out numbers."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")

@@ -1,13 +1,13 @@
 """Text to image: LoRA teaches a small Flux the word "sks", with the training step of diffusers' Flux script.
 
-First, all weights of a base model are trained once: the base model learns to draw circles, squares and triangles in six
-colors. Then the base model is frozen, and peft adapters learn that a "sks" is a star, from stars in four of the colors.
-The training data also contains the other shapes, so that the model does not forget them, as with the script's prior
-preservation.
+First, a base model is trained once, with a frozen autoencoder and text encoder: it learns to draw circles, squares and
+triangles in six colors. Then all of its weights are frozen, and peft adapters learn that a "sks" is a star, from stars
+in four of the colors. The training data also contains the other shapes, so that the model does not forget them, as with
+the script's prior preservation.
 
 `python text_to_image.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the
-processes. It writes `images.png`, `training.png` and the adapters, which `FluxPipeline.load_lora_weights` reads, to
-`text_to_image/` under --output.
+processes. It writes `images.png`, `training.png`, the base weights, and the adapters, which
+`FluxPipeline.load_lora_weights` reads, to `text_to_image/` under --output.
 """
 
 import argparse
@@ -298,7 +298,7 @@ def imagined(model: Step, captions: Sequence[Caption]) -> list[Image.Image]:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Images with captions, and the random values that the script draws for each: the noise, and its share, sigma.
+    """Images with captions, and the random values that the script draws for each: the noise, and sigma, its share.
 
     Each sample is computed when it is read, with its index as the seed.
     """
@@ -322,7 +322,7 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 def drawn(caption: Caption, chance: random.Random) -> Image.Image:
-    """Return an image of the shape, near the center."""
+    """Return an image with the caption's shape near its center."""
     fine = 4  # supersampling factor, for smooth edges
     radius, x, y = chance.uniform(11, 13), SIZE / 2 + chance.uniform(-2, 2), SIZE / 2 + chance.uniform(-2, 2)
     image = Image.new("RGB", (fine * SIZE, fine * SIZE), PAPER)

@@ -1,6 +1,6 @@
 """Tensor parallelism: plans for base models that transformers ships without a `tp_plan`, by model type.
 
-Styles are those of transformers, and two of pipeshard: `conv1d_...` for GPT-2's transposed linear layers, and
+The styles are those of transformers, and two kinds of pipeshard: `conv1d_...` for GPT-2's transposed linear layers, and
 `divide:ATTRIBUTES` for a module whose forward reads its number of heads or features from its own attributes.
 """
 
@@ -12,7 +12,7 @@ def _layers(path: str, colwise: str, rowwise: str) -> dict[str, str]:
 
 
 def _heads(attention: str) -> dict[str, str]:
-    """A plan for a Whisper attention, whose forward reads the number of heads from its module."""
+    """A plan for a Whisper attention, whose forward reads the number of heads from its own attribute."""
     return {attention: "divide:num_heads"} | _layers(attention, colwise="q_proj k_proj v_proj", rowwise="out_proj")
 
 
