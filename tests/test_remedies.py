@@ -38,16 +38,16 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "`clip_grad_value_`, constant factors": "test_updates.py::test_a_norm_of_scaled_gradients_is_refused",
     "torch's `clip_grad_norm_` of gradients that are": "test_loop_gradients.py::test_a_norm_of_shards_is_refused",
     "your own code that multiplies gradients": "test_updates.py::test_a_norm_of_ones_own_is_refused",
-    "noise on gradients": "test_updates.py::test_noise_that_is_drawn_in_turn_is_refused",
+    "random noise that your loop generates": "test_updates.py::test_noise_that_is_drawn_in_turn_is_refused",
     "a plain call `model(**batch)` with `zero_stage=1`": (
         "engine/test_written_weights.py::test_what_one_replica_alone_has_written_is_refused_before_a_plain_call"
     ),
     "one number that your loop computes": "test_coupling.py::test_what_is_reduced_over_all_ranks_is_not_warned_of",
-    "gradients that one rank alone drops": "test_updates.py::test_gradients_that_one_rank_drops_are_warned_of",
+    "gradients that only some ranks clear": "test_updates.py::test_gradients_that_one_rank_drops_are_warned_of",
     "a mode or a coefficient in the batch": "test_hunt.py::test_hunted",
     "a learning rate, momentum or another option": "test_updates.py::test_groups_of_a_stage_and_schedules_are_exact",
-    "activation checkpoints of your own": "engine/test_wrapped_models.py::test_no_cut_falls_inside_of_a_checkpoint",
-    "an optimizer that was not boosted": (
+    "your own activation checkpoints": "engine/test_wrapped_models.py::test_no_cut_falls_inside_of_a_checkpoint",
+    "an update of a boosted model by an optimizer": (
         "test_loop.py::test_an_optimizer_that_was_not_boosted_is_refused_in_its_first_step"
     ),
     "several views of each sample": (
@@ -61,7 +61,7 @@ NOT_EXECUTED = {  # rows whose remedy is to leave something out or to do it earl
     "a model in DDP": "one without the wrapper",
     "DDP, accelerate or transformers' Trainer": "one without the wrapper",
     "modules, parameters and adapters added after boost": "one that puts them in before boost",
-    "a gradient that is None for a whole step": "one that detaches always or never",
+    "a gradient that is None in a whole step": "one that detaches always or never",
     "hooks on accumulated gradients": "one without hooks",
 }
 

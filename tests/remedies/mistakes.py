@@ -363,7 +363,7 @@ BOOSTS = {
         (Training(options={"schedule": "auto"}),),
     ),
     "a limit that is too low": Remedy(
-        (ERRORS + "`PartitionError`: a `memory_limit` in which no program fits",),
+        (ERRORS + "`PartitionError`: no program that fits within `memory_limit`",),
         "found no program that fits in 1.00 kB on each of 2 ranks. Use more memory",
         Training(options={"schedule": "auto", "memory_limit": 1000}),
         (Training(options={"schedule": "auto", "memory_limit": "1GB"}),),

@@ -252,7 +252,7 @@ REMEDIES = {
         ("layers return generators",), "has gain", hunted_case("an attribute"), (Training(nets.Gains, ONE),)
     ),
     "a number": Remedy(
-        ("layers return or leave numbers",),
+        ("layers return or store numbers",),
         "return a tensor",
         hunted_case("number read"),
         (Training(nets.NumbersAsTensors, ONE), Training(hunted.NumberRead, {**ONE, "partition": [1, 5]})),
@@ -264,7 +264,7 @@ REMEDIES = {
         (Training(nets.ByAttribute, ONE, between=skips),),
     ),
     "a decision on an activation": Remedy(
-        ("other code of the model branches in Python", "`TraceError`: glue (code between layers) that branches"),
+        ("other code of the model branches in Python", "`TraceError`: glue (the model's code between units) that"),
         r"tensor operations \(torch.where\), or move the branch into the forward of a separate module",
         Training(nets.Decides, ONE),
         (Training(nets.Selects, ONE), Training(nets.DecidesInside, ONE)),
@@ -410,7 +410,7 @@ REMEDIES = {
         (Training(nets.WithMargins), Training(Logits, criterion=frozen_margins)),
     ),
     "an optimizer of more": Remedy(
-        ("optimizer parameters that are not the model's",),
+        ("an optimizer with parameters that are not in the model",),
         "not.*model",
         Training(Net, optimizer=with_more),
         (Training(),),
