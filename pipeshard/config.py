@@ -136,9 +136,9 @@ class PipelineConfig:
         activation_checkpoint_interval: k > 0 recomputes every k-th unit call of the model, instead of `recompute`.
         timeout: the seconds that one action of a step, or one wait for another rank, may take (three times as long
             outside a step), or None for no limit. After this time, all ranks abort with a table of each rank's current
-            activity. "adaptive" is 20 times the longest action so far, and at least 30 seconds. A dict sets separate
-            values for a "step", for any "other" call (a save, a load, a boost), and for the script's own waits
-            "between" two calls.
+            activity. "adaptive" is 20 times the longest action so far, at least 30 seconds, and 600 seconds until a
+            step has ended. A dict sets separate values for a "step", for any "other" call (a save, a load, a boost),
+            and for the script's own waits "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
             faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures
             then appear as the backend's errors.
@@ -386,7 +386,7 @@ class PipelineConfig:
         self._check("max_norm", holds, "a non-negative number, or None for no clipping")
         self._settle(max_norm=norm)
         scale = self.initial_scale
-        self._check("initial_scale", is_number(scale) and 0 < scale < float("inf"), "a positive, finite number")
+        self._check("initial_scale", is_number(scale) and 1 <= scale <= 2.0**32, "a number between 1 and 2**32")
         for name in ("fsdp", "autocast", "watchdog", "check_finite", "deferred_batch_norm"):
             value = getattr(self, name)
             self._check(name, isinstance(value, int) and value in (True, False), "True or False")

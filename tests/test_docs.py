@@ -299,6 +299,9 @@ def test_the_readme_s_figures_are_those_of_the_pages() -> None:
     readme = (ROOT / "README.md").read_text()
     ((exact, bits),) = re.findall(r"\*\*(\d+)\*\* exact, (\d+) bit for bit", (DOCS / "parity.md").read_text())
     assert f"**{exact} have the same loss and gradients in stages" in readme and f"({bits} bit for bit)" in readme
+    packages = (DOCS / "packages.md").read_text()
+    (count,), (exact,) = (re.findall(rf"- \*\*(\d+)\*\* {what}", packages) for what in ("entries", "exact"))
+    assert f"{exact} give the same results" in " ".join(readme.partition(f"Of {count} models")[2].split())
     table = (DOCS / "benchmarks.md").read_text().partition("**llama, m=8")[2].partition("\n**")[0]
     rows = dict(re.findall(r"^\| ([\w .-]+?) \| (\d+) \|", table, flags=re.MULTILINE))
     contenders = ("pipeshard zbv", "pipeshard 1f1b", "ColossalAI", "DeepSpeed", "torch 1F1B")

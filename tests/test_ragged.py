@@ -386,6 +386,38 @@ def test_a_model_that_reads_its_padding_is_refused_at_boost(pool: Pool) -> None:
         assert "changes if the padding of its samples is removed" in found
 
 
+class Featured(nn.Module):
+    """A tagger that also reads sixteen features of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(zoo.VOCABULARY, 8), nn.Linear(8, zoo.VOCABULARY)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, features: Tensor, labels: Tensor) -> ModelOutput:
+        hidden = self.embed(input_ids) + features.mean(1)[:, None, None]
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return ModelOutput(loss=F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+
+def featured_differ() -> list[str]:
+    """What differs in a step whose batch has as many positions as features; the batch of boost has more."""
+    model = Featured()
+    unsplit = Unsplit(copy.deepcopy(model))
+    first, data = data_of("llama", LENGTHS[0], 0), data_of("llama", (16, 9, 4, 11, 2), 1, longest=16)
+    for batch in (first, data):
+        batch["features"] = torch.rand(len(batch["labels"]), 16, generator=torch.Generator().manual_seed(0))
+    split = Split(model, 1, first, microbatch_tokens=LIMIT)
+    return compared(split, unsplit, split.backward(data)["loss"], unsplit.backward(data))
+
+
+def test_features_with_as_many_entries_as_positions_are_not_trimmed(pool: Pool) -> None:
+    """They were in the first batch with sixteen positions, silently: the batch of boost, with 44, did not count."""
+    assert pool.run(featured_differ, 1) == [[]]
+
+
 class Learned(CountsPadding):
     """One that has an embedding for each of 44 positions."""
 

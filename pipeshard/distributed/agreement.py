@@ -143,6 +143,8 @@ def compare_trained(
 def _value_text(value: Any) -> str:
     if isinstance(value, SHOWN_BY_REPR):
         return repr(value)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:  # a learning rate
+        return f"tensor({value.item()!r})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_value_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | range):

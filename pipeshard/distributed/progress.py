@@ -34,6 +34,7 @@ class Progress:
         waits: the global ranks that this process waits for; () while it computes.
         since: when `call`, `action` or `waits` last changed, in seconds of `time.monotonic`.
         longest: the longest time between two changes within a step so far, in seconds.
+        has_stepped: whether a step has ended.
         in_flight: whether messages are in flight that will not be received if the step ends here.
         history: the last actions and calls, each with its start time.
     """
@@ -47,7 +48,7 @@ class Progress:
         self.action: Action | str | None = None
         self.history: deque[tuple[float, Action | str]] = deque(maxlen=50)
         self.waits: Sequence[int] = ()
-        self.since, self.longest = time.monotonic(), 0.0
+        self.since, self.longest, self.has_stepped = time.monotonic(), 0.0, False
         self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._chunks: Sequence[int] = ()
 
@@ -92,6 +93,7 @@ class Progress:
         self.history.append((self.since, call))
 
     def leave(self) -> None:
+        self.has_stepped |= self.call in STEPS
         self.call, self.action, self.waits, self.since, self.in_flight = "", None, (), time.monotonic(), False
 
     @property
@@ -148,7 +150,7 @@ def allowed(timeout: Timeout) -> float:
     if isinstance(timeout, Mapping):
         factor, limit = 1, timeout.get(kind, factor * 600.0)
     if limit == "adaptive":
-        limit = 600.0 if NOW.longest == 0 else max(30.0, 20 * NOW.longest)
+        limit = max(30.0, 20 * NOW.longest) if NOW.has_stepped else 600.0
     return factor * limit if isinstance(limit, int | float) else float("inf")
 
 

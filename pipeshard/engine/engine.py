@@ -153,7 +153,7 @@ class Pipeline:
             measured = costs(partition, flow, sample) if is_profile(partition) else None
         self.policy = divided(config, grid, model, flow, sample, partition, measured)
         if config.is_ragged:
-            self.cuts.ragged = Ragged(model).plan_for(config, flow, self.policy.units, self.device)
+            self.cuts.ragged = Ragged(model).plan_for(config, flow, self.policy.units, sample, self.device)
         self.containers = containers(model, self.policy.units)
         self.called = [*self.containers, *self.policy.units.values()]
         replicas = grid.replicas if grid.dp_size > 1 else None

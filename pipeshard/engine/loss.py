@@ -159,10 +159,10 @@ class LossRules:
 
     def covers(self, kind: Any, batch: Batch, sizes: Sizes) -> bool:
         """Whether the rule for this kind was proven for the values of this batch, and for `sizes`."""
-        known = self._known.get(kind)
-        if known is None or not (known.tried is None or known.tried.covers(sizes)):
+        if kind not in self._known:
             return False
-        return known.covers_values(batch)
+        known = self._known[kind] = self._known.pop(kind)  # the last one to be dropped
+        return (known.tried is None or known.tried.covers(sizes)) and known.covers_values(batch)
 
     def known(self, kind: Any, batch: Batch) -> LossRule | None:
         """The rule for this kind if it was proven for values like those of this batch (at any sizes), otherwise
@@ -190,8 +190,9 @@ class LossRules:
             tried = before.tried if tried is not None and before.tried is not None else tried
         if tried is not None and proven.until is not None:
             tried.add(proven.until)
-        if len(self._known) >= MOST_RULES:
-            self._known.clear()
+        self._known.pop(kind, None)
+        if len(self._known) >= MOST_RULES:  # only the one used least recently: the step may need the others
+            del self._known[next(iter(self._known))]
         self._known[kind] = _Known(proven.rule, now, entries, tried)
 
     def forget(self, kind: Any) -> None:

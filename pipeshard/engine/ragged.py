@@ -71,10 +71,19 @@ class Ragged:
         self._fixed = set[tuple[str, int]]()  # dimensions whose size once differed from the number of positions
 
     def plan_for(
-        self, config: PipelineConfig, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device
+        self,
+        config: PipelineConfig,
+        flow: Dataflow,
+        units: Mapping[str, nn.Module],
+        sample: Batch,
+        device: torch.device,
     ) -> Self:
         """Prepare `split` to group samples by the costs of the traced calls, for the schedule of `config`. Returns
         self."""
+        totals = self._totals(_shapes(sample))
+        for path in sample.tensors:
+            if (side := self._side_of(path)) in totals:
+                self._dims(path, sample, totals[side])  # a size that differs here is no number of positions later
         self.cost = self._cost(flow, units, device)
         self.idle = (config.pp_size - 1) / config.num_model_chunks
         self._program = lru_cache(config.program)
@@ -135,7 +144,7 @@ class Ragged:
 
     def _sides(self, batch: Batch) -> dict[str, Side]:
         """The Sides of a batch, by name. Raises BatchError if the batch has neither token ids nor embeddings."""
-        totals = self._totals({path: tuple(batch.by_sample(path).shape) for path in batch.tensors})
+        totals = self._totals(_shapes(batch))
         if ENCODER not in totals:
             raise BatchError(
                 f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so "
@@ -309,6 +318,11 @@ class Ragged:
             return leaf
 
         return batch.map(fill)
+
+
+def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf, with the samples as the first dimension."""
+    return {path: tuple(batch.by_sample(path).shape) for path in batch.tensors}
 
 
 def _answers(batch: Batch) -> list[str]:

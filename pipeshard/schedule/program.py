@@ -91,7 +91,7 @@ class Program:
         """
         path = Path(path)
         with path.open(newline="") as file:
-            rows = [[action for cell in row for action in _read(cell, path)] for row in csv.reader(file)]
+            rows = [[action for cell in row for action in _read(cell, path)] for row in csv.reader(file) if row]
         placement: dict[int, int] = {}
         for rank, actions in enumerate(rows):
             for _, (_, _, stage) in actions:

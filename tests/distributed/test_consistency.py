@@ -99,7 +99,9 @@ def boosted_with(change: str) -> None:
     model = zoo.build("gpt2", layers=2 + (change == "layers" and dist.get_rank()))
     if change == "frozen" and dist.get_rank():
         model.transformer.wte.requires_grad_(False)
-    options = {"lr": 1e-3 * (1 + (change == "lr" and dist.get_rank()))}
+    options: dict[str, Any] = {"lr": 1e-3 * (1 + (change in ("lr", "tensor") and dist.get_rank()))}
+    if change == "tensor":
+        options["lr"] = torch.tensor(options["lr"])
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     plugin = PipelinePlugin(2, num_microbatches=2, dry_run_input=zoo.batch("gpt2"))
     plugin.configure(model, optimizer)
@@ -114,6 +116,7 @@ def boosted_with(change: str) -> None:
             "the set of trained parameters differs between ranks: transformer.wte.weight.requires_grad=True on rank 0",
         ),
         ("lr", "the optimizer differs between ranks: group 0 with lr=0.001"),
+        ("tensor", "the optimizer differs between ranks: group 0 with lr=tensor(0.001"),  # was "lr=Tensor" on all ranks
     ],
 )
 def test_another_model_or_optimizer_is_named(pool: Pool, change: str, sign: str) -> None:

@@ -412,8 +412,21 @@ def test_a_slow_store_does_not_abort_the_end_of_a_process() -> None:
     ],
 )
 def test_timeouts(timeout: Any, call: str, longest: float, seconds: float) -> None:
-    with mock.patch.multiple(NOW, call=call, longest=longest):
+    with mock.patch.multiple(NOW, call=call, longest=longest, has_stepped=longest > 0):
         assert allowed(timeout) == seconds
+
+
+def test_the_first_step_may_take_ten_minutes() -> None:
+    """The time until its first action, some microseconds, counted as an action: with "adaptive", 30 seconds were left
+    for a first forward that compiles."""
+    with mock.patch.multiple(NOW, call="", longest=0.0, has_stepped=False, action=None, number=0):
+        NOW.enter("execute_pipeline")
+        NOW.start("a forward")
+        NOW.start("a backward")
+        assert allowed("adaptive") == 600.0
+        NOW.leave()
+        NOW.enter("execute_pipeline")
+        assert allowed("adaptive") == 30.0
 
 
 def leave_reports(folder: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, no
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import first_difference, is_made_again, key_of
 from pipeshard.batch.read import read_batch
+from pipeshard.engine import loss as engine_loss
 from pipeshard.engine.loss import LossRule, LossRules, ProvenRule
 from pipeshard.engine.loss_sizes import Sizes
 from pipeshard.engine.refusals import refuse_criterion
@@ -698,3 +700,43 @@ def test_a_sum_of_nothing_is_zero(pool: Pool) -> None:
     """A mean was turned into a sum by its count, as an error advised: a sample without a valid label made the sum
     NaN * 0, and all weights NaN."""
     pool.run(with_an_empty_sample, 2)
+
+
+class OfNumbers(nn.Module):
+    """Linear layers; its criterion divides by a number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def summed(out: Tensor, batch: Any) -> Tensor:
+    return out.square().sum() / batch["criterion.n"]
+
+
+def numbered(n: int) -> dict[str, Tensor]:
+    return {"x": torch.ones(4, H), "criterion.n": torch.tensor(n)}
+
+
+def sums_of_many_kinds() -> list[float]:
+    """The sum of squares in the losses of steps with two batches, of which one has a new number in each step."""
+    torch.manual_seed(0)
+    split = Split(OfNumbers(), 1, numbered(60), num_microbatches=2, verify=False)
+    sums = []
+    with mock.patch.object(engine_loss, "MOST_RULES", 3):
+        for n in range(1, 8):
+            batches = iter([numbered(60), numbered(n)])
+            out = split.plugin.execute_pipeline(batches, split.model, summed, split.optimizer, num_batches=2)
+            sums.append(float(out["loss"]) / (1 / 60 + 1 / n))
+    return sums
+
+
+def test_a_new_kind_of_loss_keeps_the_rules_of_the_step_s_other_batches(pool: Pool) -> None:
+    """The 129th kind dropped all rules, also that of the other batch of its window: "the run changed state"."""
+    ((first, *others),) = pool.run(sums_of_many_kinds, 1)
+    assert len(others) == 6 and others == pytest.approx([first] * 6, rel=1e-6)

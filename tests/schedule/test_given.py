@@ -139,3 +139,10 @@ def test_files_that_say_something_else_are_refused(text: str, message: str, tmp_
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=message):
         Program.from_csv(path)
+
+
+def test_blank_lines_of_a_file_are_no_ranks(tmp_path: Path) -> None:
+    """A line break at the end made one more rank, and pp_size=2 was refused: "pass a program for 2 ranks"."""
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,,0B0\n1F0,1B0\n\n")
+    assert program_of(Program.from_csv(path), 2, 1).ranks == make_program("1f1b", 2, 1).ranks

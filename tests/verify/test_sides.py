@@ -197,8 +197,8 @@ def traces_of_proof(returns: str) -> tuple[str, int]:
 
 
 def test_a_proof_traces_the_model_once_for_all_ranks(pool: Pool) -> None:
-    """With eight stages, half of the proof's time went into eight equal traces. Only functions and the like, made in the
-    trace of one copy, are not passed to other copies."""
+    """With eight stages, half of the proof's time went into eight equal traces. Only what a trace has made, such as
+    functions, is not passed to other copies."""
     assert pool.run(traces_of_proof, 1, "none") == [(EXACT, 1)]
     assert pool.run(traces_of_proof, 1, "its own") == [(EXACT, 1)]
     assert pool.run(traces_of_proof, 1, "a new function") == [(EXACT, 2)]
