@@ -74,7 +74,8 @@ def boost_model(
     model = plain(model, warns=grid.first)
     refuse_released(model)
     refuse_criterion(criterion, model)
-    # The script calls a criterion that takes only outputs, as with ColossalAI, or passes it to execute_pipeline.
+    # Boost does not call a criterion that takes only outputs: the script calls it, as with ColossalAI, or passes it to
+    # execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
     if config.init_weights is True:
@@ -141,7 +142,7 @@ def _follow_ties(optimizer: Optimizer, pipeline: Pipeline) -> None:
 def _searched(
     config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch, num_batches: int
 ) -> PipelineConfig:
-    """Search for a schedule and cuts for this model. Returns the config with both; it is the same on every rank."""
+    """Search for a schedule and cuts for this model. Returns the config with both, which are the same on every rank."""
     p, of_batch = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
     devices = Devices.parse(p, config.memory_limit, limit="memory_limit")
     precision = config.precision if config.lowers else "fp32"
@@ -153,7 +154,7 @@ def _searched(
     plans = None, config.tp_plan, config.ep_plan
     subject = study(model, microbatch, criterion, config.policy, partition, training, *plans)
     known = [tuple(cost) for cost in subject.costs], subject.before_policy
-    costs, before = gather_objects(known, grid.world)[0]  # rank 0's: measured costs differ
+    costs, before = gather_objects(known, grid.world)[0]  # rank 0's: measured costs differ between ranks
     again = None if any(recompute.ratios) or recompute.interval else subject.again
     subject = replace(subject, costs=[Cost(*cost) for cost in costs], before_policy=before, again=again)
     candidate, schedule, _ = automatic(subject.on(devices), p, of_batch * num_batches)
@@ -182,9 +183,9 @@ def _warn_of_16_bits(model: nn.Module) -> None:
     short = [p for p in trained if p.dtype in (torch.float16, torch.bfloat16)]
     if short:
         logger.warning(
-            "%d of the %d trained parameters are %s, without fp32 master weights: an update smaller than 1/%d of a "
-            "parameter's value rounds to zero. Pass PipelinePlugin(precision='bf16'), which keeps fp32 master weights, "
-            "or load the model in fp32 (from_pretrained(..., dtype=torch.float32))",
+            "%d of the %d trained parameters are %s, without fp32 master weights: an update smaller than about 1/%d of "
+            "a parameter's value rounds to zero. Pass PipelinePlugin(precision='bf16'), which keeps fp32 master "
+            "weights, or load the model in fp32 (from_pretrained(..., dtype=torch.float32))",
             len(short),
             len(trained),
             short[0].dtype,
@@ -243,7 +244,7 @@ def boost_optimizer(
 
 
 def check_optimizer(optimizer: Any, pipeline: Pipeline) -> None:
-    """Raise UsageError for an optimizer that does not belong to this boosted model."""
+    """Raise UsageError unless booster.boost returned this optimizer for this model."""
     if not isinstance(optimizer, PipelineOptimizer):
         raise UsageError(
             f"this {type(optimizer).__name__} is not an optimizer that booster.boost returned, so it cannot clip, "

@@ -20,7 +20,7 @@ from pipeshard.schedule.schedules import SCHEDULES
 # Arguments and options that several commands share.
 MODEL = click.argument("model")
 FIELDS = click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
-# If an option has a second name, this is the name of the library's argument.
+# The second name of an option, if any, is the name of the library's argument.
 MICROBATCHES = click.option(
     "--microbatches", "num_microbatches", required=True, type=click.IntRange(min=1), help="Microbatches per step."
 )
@@ -43,7 +43,8 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Check an output path before the work starts, and return it. Raises BadParameter if the file cannot be written."""
+    """Check an output path before the work starts, and return it. Raises BadParameter if the file cannot be written, or
+    if its suffix is not in PICTURES (only for --draw)."""
     folder = os.path.dirname(path or "") or "."
     if path in (None, "-"):
         return path
@@ -81,7 +82,7 @@ def main() -> None:
 @main.command()
 @MODEL
 @FIELDS
-@click.option("--pp", "pp_size", required=True, type=click.IntRange(min=1), help="Number of ranks.")
+@click.option("--pp", "pp_size", required=True, type=click.IntRange(min=1), help="Number of ranks in a pipeline.")
 @MICROBATCHES
 @MICROBATCH_SIZE
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens per sample. [default: the model's, at most 2048]")
@@ -112,15 +113,15 @@ def main() -> None:
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass.")
 @click.option("--offload", help="What to keep on the host: activations (except of 2 microbatches) | optimizer | both.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
-@click.option("--lora-targets", metavar="NAMES", help="The layers of --lora: q_proj,v_proj  [default: all linear]")
+@click.option("--lora-targets", metavar="NAMES", help="Layers with adapters: q_proj,v_proj  [default: all linear]")
 @click.option("--quantize", help="Quantize the base weights (requires --lora): nf4 | fp4 | int8.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices); uses 1F1B without --schedule.")
-@click.option("--tflops", type=float, help="Sustained speed of a device in 10^12 operations/s: shows times in seconds.")
+@click.option("--tflops", type=float, help="Sustained TFLOP/s of a device, to show times in seconds.")
 @click.option(
     "--link",
     multiple=True,
-    help="Bandwidth and latency between two ranks, such as 50GB/s,10us. If links differ, repeat the option, once "
-    "from each rank to the next. [default: messages take no time]",
+    help="Bandwidth and latency between two ranks, such as 50GB/s,10us. If links differ, repeat the option for "
+    "each pair of consecutive ranks. [default: messages take no time]",
 )
 @click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
 @click.option(
@@ -147,7 +148,7 @@ def plan(
     """Plan MODEL as a pipeline: the stage and the memory of each rank, and the fastest schedule.
 
     MODEL is a Hugging Face folder, a config.json, or a model type; KEY=VALUE sets fields of its config. The command
-    reads no weights, computes only shapes, and needs no GPU.
+    reads no weights, computes only shapes (unless --partition profile measures times), and needs no GPU.
 
     \b
       pipeshard plan path/to/folder --pp 8 --microbatches 32 --device-memory 80GB
@@ -271,7 +272,7 @@ class _OfScript(click.Command):
 @main.command(cls=_OfScript)
 @click.argument("what", metavar="SCRIPT_OR_MODEL")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--pp", type=click.IntRange(min=2), help="Number of stages.  [default: the script's; 2 for a model]")
+@click.option("--pp", type=click.IntRange(min=2), help="Ranks in a pipeline.  [default: the script's; 2 for a model]")
 @click.option(
     "--microbatches",
     default=2,
@@ -282,7 +283,7 @@ class _OfScript(click.Command):
 @click.option(
     "--seq-len", default=16, show_default=True, type=click.IntRange(min=1), help="For a model: tokens per sample."
 )
-@click.option("--schedule", default="1f1b", show_default=True, help="For a model: as in plan.")
+@click.option("--schedule", default="1f1b", show_default=True, help="For a model: " + " | ".join(SCHEDULES))
 @CHUNKS
 @PARTITION
 @click.option("--dtype", default="fp32", show_default=True, help="For a model: bf16 | fp16 | fp32")
@@ -303,8 +304,8 @@ def verify(
 
     Runs SCRIPT (a .py file for torchrun) with its ARGUMENTS until it calls booster.boost, and verifies the script's
     model with the script's samples, criterion, optimizer and plugin. Options of pipeshard precede SCRIPT. MODEL is as
-    in `pipeshard plan`, with KEY=VALUE as ARGUMENTS; its weights are random. Exit codes: 0 exact, 1 different, 2 not
-    fully compared.
+    in `pipeshard plan`, with KEY=VALUE as ARGUMENTS; its weights are random. Exit codes: 0 exact, 1 different, 2
+    inconclusive.
 
     \b
       pipeshard verify --pp 4 train.py --epochs 3
@@ -341,7 +342,7 @@ def verify(
 
 
 def _refuse_options(ctx: click.Context, script: str) -> None:
-    """Raise UsageError for options that a script sets itself: all but --pp."""
+    """Raise click.UsageError if an option other than --pp is given: a script sets the others itself."""
     for option in ctx.command.params:
         is_given = ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
         if isinstance(option, click.Option) and option.name != "pp" and is_given:

@@ -71,7 +71,7 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
 
 
 def _memory(plan: Plan) -> Table:
-    """One row per stage. All sizes are in the unit of the largest total. Columns of zeros are omitted."""
+    """One row per stage. All sizes have the prefix (such as MB) of the largest total. Columns of zeros are omitted."""
     size = _unit(max(stage.memory.total for stage in plan.stages))
     parts = {"weights": "parameters", "grads": "gradients", "fp32": "values", "optim.": "optimizer"}
     rest = {"temp.": "temporary", "absent": "absent", "update": "update"}
@@ -93,7 +93,8 @@ def _memory(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    """One row per stage: the stage's units, times and messages. All sizes are in the unit of the largest message."""
+    """One row per stage: the stage's units, times and messages. Sizes have the prefix (such as MB) of the largest
+    message."""
     crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
     table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
     table.add_column("stage", justify="right", no_wrap=True)
@@ -176,12 +177,11 @@ def _count(number: int) -> str:
     return digits + {"B": "", "kB": "k", "MB": "M", "GB": "B", "TB": "T"}[unit]
 
 
-CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # exit codes of the command
+CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # exit codes of `pipeshard verify`
 
 
 def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:
-    """Run a training script up to its call of booster.boost, in one process that replaces all ranks. Returns the
-    proof."""
+    """Run a training script until it calls booster.boost, in one process that replaces all ranks. Returns the proof."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -43,8 +43,9 @@ class PipelineStageManager:
             distributes the layers evenly.
 
     Raises:
-        ConfigurationError: if the axis does not exist, if there are several chunks without `enable_interleave`, if a V
-            does not have two chunks, or if the length of `num_layers_per_stage` is not p·v.
+        ConfigurationError: if the axis does not exist, if `num_model_chunks` is not positive, if there are several
+            chunks without `enable_interleave`, if a V does not have two chunks, or if the length of
+            `num_layers_per_stage` is not p·v.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PipelineStageManager:
         self.model_chunk_id: int | None = None
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether this is the first virtual stage; with `ignore_chunk`, whether this is the first rank.
+        """Whether the selected chunk is the first virtual stage; with `ignore_chunk`, whether this is the first rank.
 
         Raises:
             UsageError: if `enable_interleave` is True, `ignore_chunk` is False, and no chunk is selected.
@@ -85,7 +86,8 @@ class PipelineStageManager:
         return (ignore_chunk or self._chunk() == 0) and self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether this is the last virtual stage: the last chunk of the last rank or, in a V, of the first rank.
+        """Whether the selected chunk is the last virtual stage: the last chunk of the last rank or, in a V, of the
+        first rank.
 
         With `ignore_chunk`: whether this is the last rank.
 
@@ -210,7 +212,7 @@ SPEED = {
 }
 _SEQUENCES = "sequences are not sharded across ranks: use pp_size, dp_size, tp_size, and num_slices for long sequences"
 _SCALE = "with precision='fp16', the loss scale is halved when a gradient overflows, and doubled after 1000 steps "
-_SCALE += "without overflow, between 1 and 2**32: set only its initial value, with initial_scale"
+_SCALE += "without overflow, between 1 and 2**32: only its initial value can be set, with initial_scale"
 _POLICY = "pass the class as policy=..., or register it with pipeshard.register_policy"
 # Unsupported arguments: ColossalAI's default, which is accepted, and the advice for any other value.
 INSTEAD: dict[str, tuple[Any, str]] = {
@@ -255,7 +257,8 @@ def refuse_positional(values: Collection[Any]) -> None:
         raise ConfigurationError(
             f"PipelinePlugin takes only pp_size as a positional argument, got {len(values)} more "
             f"({', '.join(map(repr, values))}): pass all others by name, as in PipelinePlugin(pp_size=2, "
-            "num_microbatches=8, tp_size=1, dp_size=1). (HybridParallelPlugin's first two are tp_size and pp_size)"
+            "num_microbatches=8, tp_size=1, dp_size=1). (HybridParallelPlugin's first two arguments are tp_size and "
+            "pp_size)"
         )
 
 

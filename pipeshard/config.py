@@ -62,7 +62,7 @@ class PipelineConfig:
     """The arguments of PipelinePlugin. All except `dry_run_input` and `timeout` must be the same on every rank.
 
     Fields that depend on other settings are resolved: `num_model_chunks` is the number that the schedule uses,
-    `num_microbatches` is 1 with pp_size=1 if no microbatch size is set, and `verify` is False if PIPESHARD_VERIFY=0
+    `num_microbatches` is 1 if pp_size=1 and no argument splits batches, and `verify` is False if PIPESHARD_VERIFY=0
     disables "auto".
 
     Args:
@@ -75,30 +75,31 @@ class PipelineConfig:
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
             gradients of linear and embedding layers are computed separately, when a stage would otherwise wait.
             Alternatively, a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns a Program. This
-            Program runs unchanged, except that messages are added. "auto" searches for the cuts, the chunks of each
-            rank and the order of all actions that minimize this model's step time within `memory_limit`, using the
-            costs of partition="auto" or "profile".
+            Program runs unchanged, except that messages are added. "auto" searches for the cuts, the number of chunks
+            per rank and the order of all actions that minimize this model's step time within `memory_limit`, using
+            the costs of partition="auto" or "profile".
         memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states. By default, the
             most memory that a rank needs with "1f1b".
-        num_slices: the number of slices into which each microbatch is split along its sequence in training, so that
-            stages wait less for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
+        num_slices: the number of slices into which each microbatch is split along its sequence in training. This
+            reduces idle time for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
             time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and "1f1b",
             "gpipe" or "zb-h1".
         num_model_chunks: v, the model chunks per process: 2 (the default) or more for "interleaved", always 2 for the V
-            schedules ("zbv", "v-half", "v-min"), and 1 for all others.
+            schedules ("zbv", "v-half", "v-min"), and 1 for all other names. A Program or "auto" determines v itself.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (the same number of units whose class
             matches), "profile" (by measured time; "profile:PATH" saves the times in a file), "speed:1.0,0.6" (by cost
-            divided by each rank's relative speed), a list with the unit calls of each of the p·v stages, or a list of
-            the units to cut after.
+            divided by each rank's relative speed), a list with the number of unit calls of each of the p·v stages, or
+            a list with the names of the modules to cut after.
         policy: a Policy class for this model; by default the class registered for the model.
         init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
-            initialized. True uses the architecture's own rule, not the values that a plain module's constructor sets.
-            With False, `booster.load_model` must load their values. A function is called as `fn(module)` or
-            `fn(module, name)` for every module with meta tensors. The values depend only on the first stage's seed
-            (`torch.manual_seed`) and on names, not on `pp_size`.
+            initialized. True uses the architecture's `_init_weights`, and `reset_parameters()` of plain modules. Other
+            values that a constructor sets on meta are lost. With False, you must load the values with
+            `booster.load_model`. A function is called as `fn(module)` or `fn(module, name)` for every module that has
+            its own meta parameters. The values depend only on rank 0's seed (`torch.manual_seed`) and on names, not
+            on `pp_size`.
         dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates one of `size`
-            samples; by default the first samples of the dataloader.
+            samples; by default the first samples of the dataloader's dataset or, without a dataloader, dummy inputs.
         shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")], before the
             model is cut. The values of a group's first parameter are kept.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 disables
@@ -109,9 +110,10 @@ class PipelineConfig:
         dp_size: the number of replicas; by default as many as the world size allows.
         tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
             the plan of the model's policy.
-        tp_plan: a custom plan: a dict of "colwise", "rowwise" or another style by module name, with * for numbers.
+        tp_plan: a custom plan: a dict that maps module names, with * for numbers, to "colwise", "rowwise" or another
+            style.
         ep_size: the number of ranks that shard the experts of each stage, using the architecture's own `ep_plan`. Not
-            supported with `tp_size`.
+            supported with tp_size > 1.
         ep_plan: a custom plan: a dict with "ep_dispatch_experts" for expert modules, and "grouped_gemm" for their
             parameters.
         zero_stage: 1 shards the optimizer state across the replicas, without splitting any parameter's state.
@@ -123,33 +125,38 @@ class PipelineConfig:
         autocast: keep the parameters in fp32, and run forwards under torch.autocast with `precision`.
         initial_scale: the initial loss scale, with "fp16".
         compile: True, or a dict of torch.compile options: each held unit is compiled separately. Units of one class are
-            compiled only once. Not supported with schedules that split the backward, "auto", `num_slices`, `offload` of
-            activations, and `deferred_batch_norm`.
+            compiled only once. Not supported with schedules that split the backward, schedule="auto", `num_slices`,
+            `offload` of activations, or `deferred_batch_norm`.
         batch_dims: a dict that maps paths of batch leaves to the batch dimension, if it is not the first (time-major
-            inputs), or to None for a leaf that every microbatch receives unsplit. An ambiguous leaf is an error.
-        recompute: the units that keep no activations and run again in the backward pass: True (all), a fraction of each
-            stage's units in [0, 1] (repeated layers first), or a list of fractions, one per stage (p·v).
+            inputs), or to None for a leaf that every microbatch receives unsplit. A batch with an undeclared, ambiguous
+            leaf raises BatchError.
+        recompute: the unit calls that keep only their inputs and run again in the backward pass: True (all), the
+            fraction of each stage's calls, from 0 to 1 (repeated layers first), or a list of p·v fractions, one per
+            stage.
         offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all other
             activations to the host until their backward. "optimizer" keeps the optimizer's states and the master
             weights on the host. Gradients are copied to the host for the optimizer's step, which runs on the CPU, and
             the updated values are copied back. "both" does both. On a CPU, nothing is copied.
-        activation_checkpoint_interval: k > 0 recomputes every k-th unit call of the model, instead of `recompute`.
+        activation_checkpoint_interval: an alternative to `recompute`: k > 0 recomputes every k-th unit call of the
+            model.
         timeout: the seconds that one action of a step, or one wait for another rank, may take (three times as long
             outside a step), or None for no limit. After this time, all ranks abort with a table of each rank's current
-            activity. "adaptive" is 20 times the longest action so far, at least 30 seconds, and 600 seconds until a
+            activity. "adaptive" is 20 times the longest action so far, but at least 30 seconds, and 600 seconds until a
             step has ended. A dict sets separate values for a "step", for any "other" call (a save, a load, a boost),
             and for the script's own waits "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
             faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures
             then appear as the backend's errors.
-        check_finite: check the loss, and the tensors that each stage sends or reduces. A non-finite value raises
-            NonFiniteError, which names the stage and the parameter. With "fp16", gradients are not checked, since they
-            may overflow.
+        check_finite: check that the loss, sent activations and gradients, and the parameters' gradients and updated
+            values are finite. Otherwise, the stage raises NonFiniteError, which names the stage and the first
+            non-finite parameter, if any. With "fp16", gradients are not checked, since they may overflow.
         verify: prove, before the model is cut, that it trains the same when split: in the first process, all stages and
             the unsplit model take two steps on samples of the batch that is used for tracing. With pp_size=1, the batch
-            in several microbatches is compared with the whole batch. "auto" does this for models that docs/parity.md
-            does not list, if the proof takes less than 5 seconds and less than a tenth of the free memory. A large
-            model is represented by a smaller copy. A difference raises VerificationError.
+            in several microbatches is compared with the whole batch. "auto" does this for your own models,
+            criteria and optimizers, for transformers classes that docs/parity.md does not list, and with `num_slices`
+            or `microbatch_tokens`. It stops after 5 seconds (60 with `num_slices` or `microbatch_tokens`, or for a
+            smaller copy, which replaces a model if the proof needs more than a tenth of the free memory). A difference
+            raises VerificationError.
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
             instead of once per microbatch. Not supported with `compile`.
 
@@ -300,7 +307,7 @@ class PipelineConfig:
 
     def program(self, num_microbatches: int = 1, num_slices: int = 1) -> Program:
         """The program of a training step, without messages. Raises ConfigurationError if the schedule does not support
-        these numbers."""
+        these numbers, or computes weight gradients separately although `compile` is set."""
         if num_slices > 1:
             program = sliced(str(self.schedule), self.pp_size, num_microbatches, num_slices)
         else:
@@ -312,8 +319,8 @@ class PipelineConfig:
         return split_backwards(program) if num_slices > 1 else shorten_cooldown(program)
 
     def settled(self, model: object, criterion: Criterion | None) -> tuple[Cuts, Recompute, Criterion | None]:
-        """The partition, the recomputation and the criterion of a model: the user's, or the model's hints for those
-        that are not set.
+        """The partition, the recomputation and the criterion of a model. If the user has not set one of them, the
+        model's hint is used.
 
         Raises ConfigurationError for a model that requires a different number of stages.
         """
@@ -322,7 +329,7 @@ class PipelineConfig:
             raise ConfigurationError(
                 f"the model was built for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
                 f"{self.num_model_chunks} chunks per rank gives {self.num_stages} stages: use the same number "
-                "of stages, or omit num_stages"
+                "of stages, or build the model without num_stages"
             )
         given = any(self.recomputed.ratios) or self.recomputed.interval > 0
         hinted = replace(Recompute.of(hints.recompute, 0, self.num_stages), classes=hints.checkpointable)
@@ -399,7 +406,7 @@ class PipelineConfig:
         if self.memory_limit is not None and self.schedule != AUTO:
             raise ConfigurationError(
                 f"memory_limit={self.memory_limit!r} is not supported with schedule={name_of(self.schedule)!r}: "
-                f"memory_limit only limits the search of schedule={AUTO!r}. Omit it"
+                f"it limits only the search of schedule={AUTO!r}. Omit memory_limit, or pass schedule={AUTO!r}"
             )
         if self.schedule == AUTO:
             self._check_auto()
@@ -412,7 +419,7 @@ class PipelineConfig:
             self._check_slices()
 
     def _check_auto(self) -> None:
-        """Refuse options that the search chooses itself, or that its programs do not support."""
+        """Refuse options whose values the search chooses itself, or that the found programs do not support."""
         for name, default in (
             ("partition", AUTO),
             ("num_model_chunks", 1),
@@ -423,7 +430,7 @@ class PipelineConfig:
             if value != default and not is_profile(value):
                 raise ConfigurationError(
                     f"{name}={value!r} is not supported with schedule={AUTO!r}, which chooses cuts and chunks itself, "
-                    f"and requires microbatches of equal size: omit {name}"
+                    f"and requires unsliced microbatches of equal size: omit {name}"
                 )
         if not isinstance(self.recompute, bool | int | float):
             raise ConfigurationError(

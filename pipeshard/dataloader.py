@@ -67,8 +67,8 @@ class Batches(Iterator[Any]):
             if self.is_counted and self.place.begun:
                 if not self.place.batches:
                     logger.warning(
-                        "a dataloader had no batch in epoch %d, since its sampler or stream yielded nothing: the "
-                        "stream can be read only once, or state_dict contains a position in the epoch",
+                        "a dataloader had no batch in epoch %d: its sampler or stream is empty or yields fewer samples "
+                        "than a step needs, can be iterated only once, or has a state_dict with a position in an epoch",
                         self.place.epoch,
                     )
                 self.place.counted = self.place.batches
@@ -84,7 +84,7 @@ class Batches(Iterator[Any]):
         return batch
 
 
-WORKERS = 1_000_003  # distance between the worker seeds of two replicas, so that they augment differently
+WORKERS = 1_000_003  # distance between the worker seeds of two replicas, whose workers then augment differently
 
 
 class ResumableDataLoader(DataLoader[Any]):
@@ -110,20 +110,20 @@ class ResumableDataLoader(DataLoader[Any]):
     next is saved with the position: the sampler's `state_dict()` or, without one, its changed attributes with plain
     values. The random numbers of the dataset and the collator depend only on seed, epoch, batch and replica, with any
     number of workers. The random numbers of a stream depend on seed, epoch, worker and the position in the stream.
-    Loading a batch does not change the state of the process's generators. `dataloader.sampler` has `set_epoch` and
-    `set_start_index`.
+    Loading a batch does not change the state of the process's generators. `dataloader.sampler` (`batch_sampler`, if you
+    passed one) has `set_epoch` and `set_start_index`, except for a stream.
 
     Args:
         batch_size: the number of samples in one replica's batch.
         seed: determines the order of the samples and the workers' seeds, together with the epoch.
         replica: the index of this loader's share of the data.
         num_replicas: the number of shares.
-        options: DataLoader's other arguments. A `generator` replaces `seed` by its initial seed; without a
+        options: DataLoader's other arguments. If a `generator` is given, its initial seed replaces `seed`. Without a
             `collate_fn`, samples with lists of numbers are collated by transformers' default_data_collator.
 
-    Raises ConfigurationError for a sampler together with shuffle, for a sampler or a stream that already takes a
-    replica's share, for a stream of `datasets` that was shuffled without a seed, and for an invalid `seed` or
-    `replica`.
+    Raises ConfigurationError for a sampler together with shuffle, for a sampler or a stream that already selects
+    one of several shares, for a stream of `datasets` that was shuffled or interleaved without a seed, and for an
+    invalid `seed` or `replica`.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ResumableDataLoader(DataLoader[Any]):
         kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
         size = 1 if kind == "batch_sampler" else batch_size or 1  # entries of the order per batch
         self._share = Share(size, replica, num_replicas, bool(options.get("drop_last")))
-        self.shared_by = num_replicas  # a Trainer's evaluation refuses several
+        self.shared_by = num_replicas  # PipelineTrainer refuses to evaluate with several
         self._workers = torch.Generator()
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # DataLoader refuses shuffle=True for a stream
@@ -283,8 +283,8 @@ class ResumableDataLoader(DataLoader[Any]):
         if self.place.is_left:
             raise UsageError(
                 "this dataloader has no position to save: a batch was read from an older iterator than the newest, but "
-                "only the newest one counts its batches, so the rest of the older one's epoch would be skipped. Create "
-                "another dataloader for an evaluation or a look at a batch within an epoch (next(iter(dataloader)))"
+                "only the newest one counts its batches, so the rest of the older one's epoch would be skipped. To "
+                "evaluate or read a batch (next(iter(dataloader))) within an epoch, create another dataloader"
             )
         ended = self._has_ended()
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
@@ -316,7 +316,7 @@ class ResumableDataLoader(DataLoader[Any]):
         self.place.move(epoch, batches)
         if "last_entry" in state:
             self.place.last_entries[batches] = state["last_entry"]
-        if batches and batches == self._length:  # a different number of replicas omitted fewer samples
+        if batches and batches == self._length:  # the replicas that saved the position had one more batch to read
             if self._sampler is not None and "order" in state:
                 self._order.set_epoch(epoch)
                 self._order.seed(self.seed, epoch)
@@ -324,8 +324,8 @@ class ResumableDataLoader(DataLoader[Any]):
             self.place.set(epoch + 1)
 
     def _sizes(self) -> dict[str, int | None]:
-        """The sizes that must match a saved position: batch size (or the number of batches read together), number of
-        samples and, for a stream, number of workers."""
+        """The sizes that must match those of a saved position: batch size (or the number of batches read together),
+        number of samples and, for a stream, number of workers."""
         n = self._share.replicas
         if self.batch_size is None:
             sizes = {"batch_size": None, "batches_at_once": n, "samples": self._samples}
@@ -337,16 +337,16 @@ class ResumableDataLoader(DataLoader[Any]):
 
 
 def _after(batches: Iterator[Any], count: int, stream: Any) -> Iterator[Any]:
-    """The batches after the first `count`, which were read before the position was saved. Raises CheckpointError if the
-    stream ends before."""
+    """Skip the first `count` batches, which were read before the position was saved, and yield all other batches.
+    Raises CheckpointError if the stream has fewer than `count` batches."""
     read = sum(1 for _ in islice(batches, count))
     if read < count:
         raise CheckpointError(
             f"{type(stream).__name__} ended after {read} batches of an epoch, but {count} were read before the data "
             "position was saved. The loader restores the state that the stream had at the start of the epoch (its "
-            "state_dict or, without one, its changed attributes with plain values), and reads it up to the position: "
-            "the state must not itself be a position in the stream. Correct state_dict, or pass dataloader=None to "
-            "start again"
+            "state_dict or, without one, its changed attributes with plain values), and reads the stream up to the "
+            "position: the state must not itself be a position in the stream. Correct state_dict, or pass "
+            "dataloader=None to start at the beginning"
         )
     yield from batches
 

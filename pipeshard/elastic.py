@@ -38,7 +38,7 @@ from pipeshard.verify.decide import standing_alone
 
 logger = logging.getLogger("pipeshard")
 
-NOTHING, SAVE, LEAVE = range(3)  # requests for the next step boundary; the highest of all ranks applies
+NOTHING, SAVE, LEAVE = range(3)  # requests for the next step boundary; the highest request of any rank applies
 WISHES = {signal.SIGUSR1: SAVE, signal.SIGTERM: LEAVE}
 LEFT = 128 + signal.SIGTERM  # exit status of ranks after SIGTERM
 
@@ -75,7 +75,7 @@ class PreemptibleJob:
         self.step = 0  # completed steps
         self._parts: tuple[Any, Any, Any, Any] | None = None
         self._saved = -1  # the step of the newest state
-        self._is_savable = False  # whether the states that the objects have after a step have been checked
+        self._is_savable = False  # whether step_done has checked that the state can be saved
         self._wishes: deque[int] = deque()  # append and popleft are atomic: signals may arrive at any time
         self._listen()
 
@@ -87,14 +87,14 @@ class PreemptibleJob:
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
     ) -> int:
-        """Load the newest state into the objects that `booster.boost` returned. Several models (the two of a GAN, or an
-        average of the weights), optimizers or LR schedulers are given as a list. Returns the number of completed steps,
+        """Load the newest state into the objects that `booster.boost` returned. Pass several models (the two of a GAN,
+        or an average of the weights), optimizers or LR schedulers as a list. Returns the number of completed steps,
         which is 0 for a new job.
 
-        Raises CheckpointError, on every rank, for a state that does not match these objects, for a directory that
-        contains saved steps, but no complete one (a save that was killed leaves no step), for only some of the
-        optimizers that were boosted with the models, for an optimizer of another model, and for objects that could not
-        be saved.
+        Raises CheckpointError, on every rank, for a state that does not match these objects, for a directory whose
+        saved steps are all incomplete (an interrupted save does not count as a step), if only some of the optimizers
+        that were boosted with the models are given, for an optimizer of another model, and for objects that cannot be
+        saved.
         """
         check_complete(model, optimizer)
         check_loader(model, dataloader)
@@ -169,7 +169,7 @@ class PreemptibleJob:
                 f"another job, created after this {type(self).__name__}, receives the signals now, so SIGTERM would "
                 "save only that job's models: create one job for all models and optimizers, with "
                 "job.resume([generator, discriminator], [optimizer_g, optimizer_d]), and call step_done once in each "
-                "step; for a later phase of the script, create its job after this job's last step"
+                "step; for a later phase of the script, create the next job after this job's last step"
             )
 
 
@@ -177,8 +177,8 @@ class ElasticJob(PreemptibleJob):
     """One run of a job: `pipeshard launch` restarts the script whenever ranks leave or join, until the script ends.
 
     The job initializes the process group (gloo, and NCCL if the agent has a GPU for each of its ranks) unless the
-    script has already initialized it. It chooses the layout with the most stages that the ranks allow. If a rank
-    receives a termination signal, the state is saved, and the remaining ranks continue.
+    script has already initialized it. It chooses the layout with the most stages that the ranks allow, unless `pp_size`
+    is a function. If a rank receives a termination signal, the state is saved, and the remaining ranks continue.
 
         job = ElasticJob("state", pp_size=4, global_batch=16)
         plugin = PipelinePlugin(**job.layout.arguments)
@@ -198,8 +198,8 @@ class ElasticJob(PreemptibleJob):
         keep: the number of saved steps to keep.
         timeout: the timeout of the default process group, in seconds.
 
-    Raises ConfigurationError, on every rank, if the available ranks have no legal layout; UsageError without a
-    launcher, or outside the main thread.
+    Raises ConfigurationError, on every rank, if no layout is legal for the available ranks, or for an invalid `every`
+    or `keep`; UsageError without a launcher, or outside the main thread.
     """
 
     def __init__(

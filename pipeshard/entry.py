@@ -1,4 +1,4 @@
-"""Entry: `initialize`, which turns a model, an optimizer and data into an Engine that trains them as a pipeline."""
+"""Entry: `initialize`, which splits a model and returns an Engine that trains it as a pipeline."""
 
 import os
 from collections.abc import Iterator
@@ -50,7 +50,8 @@ def initialize(
     pp_size=1, a process without a launcher creates its own group, so `initialize` also works in a notebook.
 
     Raises ConfigurationError for invalid arguments and for a process that torchrun has not started. Raises TraceError,
-    PartitionError, CheckpointError or BatchError if the model cannot be split.
+    PartitionError, CheckpointError or BatchError if the model cannot be split, and VerificationError if the split model
+    differs from the unsplit model.
     """
     if plugin is not None and arguments:
         raise ConfigurationError(
@@ -69,8 +70,8 @@ def initialize(
 
 
 def join() -> None:
-    """Initialize the process group from torchrun's environment, unless a group exists. The backend is NCCL if this host
-    has a GPU for each of its processes, otherwise gloo."""
+    """Initialize the process group from torchrun's environment, unless a group exists. The backends are gloo and, if
+    this host has a GPU for each of its processes, NCCL."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -157,8 +158,9 @@ class Engine:
     ) -> dict[str, Any]:
         """Run one batch of `data_iter`; see `PipelinePlugin.execute_pipeline` for the result.
 
-        Without a `model`, the method uses the engine's own model, criterion and optimizer, and trains, except under
-        `torch.no_grad()`. With a `model`, it behaves like Booster's method: it trains if an `optimizer` is given.
+        Without a `model`, the method uses the engine's own model, criterion and optimizer. It then trains if the engine
+        has an optimizer. With a `model`, it behaves like Booster's method: it trains if an `optimizer` is given. Under
+        `torch.no_grad()`, it only evaluates.
         """
         if model is None:
             if self.model is None:

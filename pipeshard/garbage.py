@@ -1,4 +1,4 @@
-"""Garbage: a pause of Python's garbage collector, and functions that leave nothing for it."""
+"""Garbage: a pause of Python's garbage collector, and functions that do not keep objects alive until it runs."""
 
 import gc
 import weakref
@@ -22,9 +22,9 @@ def collector_paused() -> Iterator[None]:
 
 
 def weak(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function that calls `method` while its object exists, and `otherwise` afterwards. It does not keep the object
-    alive. An optimizer that references its boosted optimizer would otherwise keep both, and all states, until Python's
-    garbage collector runs, which it does at different times on each rank."""
+    """A function that calls `method` while the method's object exists, and `otherwise` afterwards. The function does
+    not keep the object alive. Without it, an optimizer that references its boosted optimizer would form a cycle: both,
+    and all states, would stay in memory until the garbage collector runs, at a different time on each rank."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,8 @@
 
 The module tree of a model is the same on every stage, so optimizers, hooks and user code encounter parameters that the
 stage does not hold. Meta tensors would compute results without values, and fail far from the cause. A Ghost has the
-parameter's shape, dtype and device, allocates one element, and raises an error with the parameter's name if its values
-are read.
+parameter's shape and dtype and the stage's device, allocates one element, and raises an error with the parameter's name
+if its values are read or written.
 """
 
 from collections import OrderedDict
@@ -55,7 +55,7 @@ CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
 WRITING = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all names that end in "_"
 _inside = 0
-_deferred: list[UsageError] | None = None  # the errors of reads inside `as_if_held`
+_deferred: list[UsageError] | None = None  # the errors of reads and writes inside `as_if_held`
 
 
 @contextmanager
@@ -79,9 +79,9 @@ def inside_pipeshard() -> Iterator[None]:
 
 @contextmanager
 def as_if_held() -> Iterator[list[UsageError]]:
-    """Context manager for a user's function that calls the pipeline, which all ranks must reach. Ghosts look like held
-    parameters, and reads return NaN instead of raising an error. Yields the list of these errors: unless it is empty,
-    the function's results are not valid."""
+    """Context manager for a user's function that calls the pipeline: all ranks must reach this call. So Ghosts look
+    like held parameters, reads return NaN, and writes are discarded, instead of raising an error. Yields the list of
+    these errors: unless it is empty, the function's results are not valid."""
     global _deferred
     before, _deferred = _deferred, []
     try:
@@ -96,9 +96,9 @@ def looks_held() -> bool:
 
 
 class Ghost(nn.Parameter):
-    """A released parameter: it keeps its names, shape, dtype and device, but is frozen and has no values.
+    """A released parameter: it keeps its names, shape and dtype, but is frozen and has no values.
 
-    If a Ghost's values are read or written, or if a Ghost is copied or pickled, a UsageError with its `label` is
+    If a Ghost's values are read or written, or if a Ghost is deep-copied or pickled, a UsageError with its `label` is
     raised. Under `inside_pipeshard`, glue may use a Ghost if no result depends on it: reads return NaN, and writes are
     discarded. Under `as_if_held`, reads and writes do the same, but their errors are kept.
 
@@ -124,7 +124,7 @@ class Ghost(nn.Parameter):
         asks = name == "type" and len(args) + len(kwargs) == 1
         with DisableTorchFunctionSubclass():
             if name in HOOKING and args[0].pipeshard_trainable and not args[0].requires_grad:
-                return RemovableHandle(OrderedDict())  # the stages that hold it call the hook
+                return RemovableHandle(OrderedDict())  # only the stages that hold the parameter call the hook
             if name == "requires_grad" and not sets and looks_held():
                 return args[0].pipeshard_trainable
             if name in HARMLESS | HOOKING or asks or (name.startswith("is_") and name not in READING):
@@ -164,10 +164,10 @@ class Ghost(nn.Parameter):
 
 
 LOOP = (
-    "In a training loop, omit the parameters for which pipeshard.split.materialize.is_released(parameter) is True, or "
+    "In a training loop, skip the parameters for which pipeshard.split.materialize.is_released(parameter) is True, or "
     "use the parameters in optimizer.param_groups. If the loop pairs parameters of two models (an average of the "
     "weights), both parameters of a pair must be on one stage: pass partition='uniform' or a list. If the loop pairs "
-    "two parts of one model, make each part a model and boost both. "
+    "two parts of one model, make each part a separate model, and boost both. "
 )
 
 
@@ -207,7 +207,7 @@ class Guarded:
 
 
 class Refused(Guarded):
-    """Replaces a method that no model supports of which this rank holds only a part: each call raises UsageError."""
+    """Replaces a method that requires a whole model on this rank: each call raises UsageError."""
 
     def __init__(self, module: nn.Module, name: str, why: str) -> None:
         super().__init__(module, name)
@@ -218,7 +218,7 @@ class Refused(Guarded):
 
 
 def guard(model: nn.Module) -> None:
-    """In every module with ghosts, guard the methods that would otherwise fail halfway."""
+    """In every module with ghosts, guard the methods that would otherwise fail after they have changed something."""
     for module in model.modules():
         if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
             for name in ("_apply", "load_state_dict", "save_pretrained", "push_to_hub"):

@@ -2,7 +2,7 @@
 
 A trace finds most facts that a pipeline needs about a model, but not the meaning of values: which leaf contains labels,
 which token represents an image, which leaves have the decoder's positions. transformers expresses these meanings only
-by names. All of these names are in this module and nowhere else, and no name belongs to a single architecture.
+by names. All of these names are in this module and nowhere else, and no name is specific to one architecture.
 `tests/test_hf.py` tests each name against transformers and peft: if a release renames something, these tests fail.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 # Leaves of a batch.
 IDS, MASK, LABELS, PIXELS, POSITIONS = "input_ids", "attention_mask", "labels", "pixel_values", "position_ids"
-PER_TOKEN = POSITIONS, "token_type_ids"  # integers for each token that no loss compares with an output
+PER_TOKEN = POSITIONS, "token_type_ids"  # integers per token that are not labels
 IGNORED = -100  # the label that losses ignore
 
 # Leaves with the boundaries of the documents in a packed row: kernels read them instead of `position_ids`.
@@ -68,8 +68,8 @@ CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 TIME = "max_time"
 LAYER_CLASS = "layer_class_to_replicate"  # in a cache without a config: the class of the entries that it creates
-QUANTIZED = "_quantized_keys"  # of a cache's entry for one layer, if it quantizes its states
-CONTINUOUS = "init_continuous_batching"  # the method that all calls of continuous batching begin with
+QUANTIZED = "_quantized_keys"  # attribute of a cache's entry for one layer, if the entry quantizes its states
+CONTINUOUS = "init_continuous_batching"  # the method that every use of continuous batching calls first
 COMPILED_CALL = "get_compiled_call"  # the method with which `generate` gets a model's compiled `__call__`
 
 # RoPE types whose frequencies depend on the greatest position in the batch if it exceeds a limit, and the config fields
@@ -115,7 +115,7 @@ def is_mask(path: str) -> bool:
 
 
 def is_of_decoder(path: str, encoder_decoder: bool) -> bool:
-    """Whether a leaf has the decoder's positions. With `encoder_decoder`, labels also have them."""
+    """Whether a leaf has one entry per position of the decoder. With `encoder_decoder`, this includes labels."""
     return path.startswith("decoder_") or (encoder_decoder and path.endswith(LABELS))
 
 
@@ -205,7 +205,7 @@ def use_eager_kernels(model: nn.Module) -> None:
 def disable_caches(model: nn.Module) -> list[Any]:
     """Turn off key-value caches in every (sub-)config in which they are on, and return these configs.
 
-    Caches are for generation. If units filled caches, values would pass between stages that pipeshard does not send.
+    Caches are for generation. If units filled caches, units on later stages would read values that are not sent.
     """
     cached = [part for part in _configs(model) if getattr(part, "use_cache", None) is True]
     for part in cached:
@@ -220,12 +220,12 @@ def enable_caches(configs: Iterable[Any]) -> None:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configs of a model and its submodules, and what these configs contain."""
+    """The configs of a model and its submodules, and the values of their fields (such as sub-configs)."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
 
 
-_withheld: dict[int, weakref.ref[Any]] = {}  # configs that boosts have turned off, by id: they may not be hashable
+_withheld: dict[int, weakref.ref[Any]] = {}  # configs whose caches boost has turned off, by id: they may be unhashable
 
 
 def _forget(key: int, _: object) -> None:
@@ -233,8 +233,9 @@ def _forget(key: int, _: object) -> None:
 
 
 def withhold_caches(model: nn.Module) -> list[Any]:
-    """Like `disable_caches`. Also returns the configs of earlier calls: if the model, or a wrapper of it, is boosted
-    again, or a boost has failed, they contain pipeshard's setting, not the user's."""
+    """Like `disable_caches`, but also returns the model's configs whose caches an earlier call turned off. If the
+    model, or a wrapper of it, is boosted again, or a boost has failed, these contain pipeshard's setting, not the
+    user's."""
     for part in disable_caches(model):
         _withheld[id(part)] = weakref.ref(part, partial(_forget, id(part)))
     return [part for part in _configs(model) if id(part) in _withheld and part.use_cache is False]
@@ -254,8 +255,8 @@ def is_quantized_cache(cache: Any) -> bool:
 
 
 def complete_cache(cache: Any, config: Any) -> None:
-    """Append the entries that an empty cache creates only when layers run, if it was created without a config: one for
-    each layer that `config` defines."""
+    """Append an entry for each layer that `config` defines to an empty cache that was created without a config. Such a
+    cache otherwise creates its entries only when the layers run."""
     from transformers import DynamicCache
 
     for inside in vars(cache).values():
@@ -352,7 +353,7 @@ def cache_argument(model: nn.Module) -> str | None:
 
 
 def full_name(model: nn.Module, name: str) -> str:
-    """The full name of a module, which in a PeftModel may be given relative to the base model."""
+    """The full name of the module `name`. For a PeftModel, `name` may be relative to the base model."""
     prefix, _ = without_adapters(model)
     return name if name.startswith(prefix) else f"{prefix}{name}"
 
@@ -370,7 +371,7 @@ def is_of_custom_code(model: nn.Module) -> bool:
 
 def is_of_packages(function: Any, packages: Sequence[str] = KNOWN_PACKAGES) -> bool:
     """Whether a function, and each function that it wraps, was defined in one of `packages`, in pipeshard or in
-    Python's own library. `__module__` does not tell, since functools.wraps copies it."""
+    Python's own library. Ignores `__module__`, since functools.wraps copies it."""
     while function is not None:
         package = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
         if package not in (*packages, "pipeshard") and package not in sys.stdlib_module_names:
@@ -419,7 +420,7 @@ class _World:
 
 
 def hide_world() -> None:
-    """Let `lone_losses` affect the losses of transformers that are imported so far."""
+    """Let `lone_losses` affect the losses of the transformers modules that have been imported."""
     for name, module in [*sys.modules.items()]:
         if name.startswith("transformers.") and {"PartialState", "reduce"} <= vars(module).keys():
             kind = vars(module)["PartialState"]
@@ -439,7 +440,7 @@ def lone_losses(pp_size: int) -> Iterator[None]:
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> set[Tensor]:
     """The tensors that the transformers models in `model` keep in fp32 if the model has this dtype, such as the
-    biases of a router. Empty for any other dtype."""
+    biases of a router. Empty unless the dtype is fp16 or bf16."""
     tensors: set[Tensor] = set()
     for module in model.modules() if dtype in (torch.float16, torch.bfloat16) else ():
         names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())

@@ -38,8 +38,8 @@ RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_
 LOOPBACK, PORT = "127.0.0.1", 29400  # torch's defaults of --master-addr, and of the port of a rendezvous
 RESTARTS = 100
 LOOK_PERIOD = 0.5  # seconds between two checks of the workers
-STUCK = 10  # checks
-HANDLER_PERIOD = 0.1  # seconds between two checks whether a worker has a handler for a signal
+STUCK = 10  # checks after which this process ends, if all workers have exited and the agent does not notice
+HANDLER_PERIOD = 0.1  # seconds between two checks of whether a worker has a handler for a signal
 QUIET = {
     "PYTHONWARNINGS": "ignore::FutureWarning",  # peft uses names that transformers has renamed
     "TOKENIZERS_PARALLELISM": "false",
@@ -50,7 +50,7 @@ ALIKE, WITHIN = 3, 60.0  # stop after this many attempts in a row with the same 
 HELP = f"""\
 usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 
-Starts SCRIPT as one process for each pipeline stage, replica and slice, and restarts all of them, up to
+Runs SCRIPT as several processes (ranks) on each machine, and restarts all of them, up to
 {RESTARTS} times, when a process or a machine is lost or joins. An error that several processes raise is printed
 once. After {ALIKE} consecutive attempts that end with the same error, each within {WITHIN:.0f} seconds of the
 previous attempt, the job is not restarted.
@@ -72,8 +72,8 @@ flags (torchrun's; torchrun --help lists all):
 
 
 def main(arguments: Sequence[str] | None = None, at_signal: Callable[[], None] | None = None) -> int:
-    """Run one agent until the job is done, its workers have failed permanently, or a signal ends it. Returns the exit
-    status. After a signal, `at_signal` is called, and this process exits at once."""
+    """Run one agent until the job is done, its workers have failed permanently, or a signal arrives. Returns the exit
+    status. After a signal, calls `at_signal` and exits the process immediately, without returning."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
     if not args.module and not args.no_python and (why := unable(args.training_script)):
         logger.error("error: %s", why)
@@ -85,9 +85,9 @@ def main(arguments: Sequence[str] | None = None, at_signal: Callable[[], None] |
 
 def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
     """Run the calling script, or `program`, as `ranks` processes on this machine, with RANK set in each process.
-    Returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks.
+    Returns the exit status. With `quiet`, libraries show no progress bars and fewer warnings on the ranks.
 
-    Raises UsageError on a rank: each rank would start ranks of its own, without end."""
+    Raises UsageError if it is called on a rank: each rank would otherwise start its own ranks, endlessly."""
     if "RANK" in os.environ:
         raise UsageError(
             "a rank cannot start ranks: call start only if the variable RANK is not set "
@@ -99,8 +99,8 @@ def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
 
 
 def _called() -> list[str]:
-    """The command line of the calling script. If Python runs the script with -m, so do the ranks: it may have relative
-    imports."""
+    """The command line of the calling script. If Python runs the script with -m, so do the ranks, since the script may
+    have relative imports."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.origin != sys.argv[0]:  # a profiler may run the script
         return sys.argv
@@ -151,7 +151,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.prog, parser.usage = "pipeshard launch", "pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]"
     parser.format_help = lambda: HELP  # type: ignore[method-assign]
-    with contextlib.suppress(argparse.ArgumentError):  # torch has this flag since 2.12
+    with contextlib.suppress(argparse.ArgumentError):  # torch 2.12 and later already have this flag
         parser.add_argument("--shutdown-timeout", "--shutdown_timeout", action=env, type=int)
     defaults = {"rdzv_backend": "c10d", "rdzv_id": "pipeshard", "max_restarts": RESTARTS}
     defaults["shutdown_timeout"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
@@ -175,13 +175,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _closing(seconds: int | None) -> Callable[..., None]:
-    """PContext.close, which stops the workers, with a time limit of `seconds` after a signal, unless None. torch itself
-    applies --shutdown-timeout only to the signals that the agent receives, not where it restarts the workers because
-    another agent joins."""
+    """PContext.close, which stops the workers, with a time limit of `seconds` (torch's own limit if None) if the
+    workers receive a signal. torch itself applies --shutdown-timeout only to signals that the agent receives, not when
+    it restarts the workers because another agent joins."""
     close = PContext.close
 
     def patient(context: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        # without a signal, torch stops the other workers of one that has failed: they cannot save
+        # without a signal, torch stops the remaining workers because one worker failed: they cannot save
         close(context, death_sig, timeout if death_sig is None or seconds is None else seconds)
 
     return patient
@@ -190,7 +190,7 @@ def _closing(seconds: int | None) -> Callable[..., None]:
 def _meet_at_master(args: argparse.Namespace) -> None:
     """Use --master-addr and --master-port, flags of torchrun's static rendezvous, as the rendezvous address."""
     args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or PORT}"
-    if args.node_rank:  # torch warns of a rank that it does not use
+    if args.node_rank:  # torch warns about a node rank that it does not use
         args.rdzv_conf, args.node_rank = f"is_host=0,{args.rdzv_conf}", 0
 
 
@@ -244,8 +244,8 @@ def _leave_process(folder: Path, status: int) -> NoReturn:
 
 def _forward(number: signal.Signals) -> None:
     """Start a thread that forwards a signal to each worker, once the worker has installed a handler: without a handler,
-    the signal would kill the worker. Workers do not inherit this process's own handler, as they would inherit a mask.
-    """
+    the signal would kill the worker. This process handles the signal instead of blocking it: workers inherit a signal
+    mask, but no handler."""
     received = threading.Event()
     signal.signal(number, lambda *_: received.set())
 
@@ -275,8 +275,8 @@ def _watch_workers(folder: Path, endpoint: str, interval: float) -> list[str]:
     adds the class of the error to this list before it terminates the agent.
 
     The thread also ends this process if all workers have exited and the agent does not detect this for a while. The
-    agent polls its workers every `interval` seconds, and the rendezvous store. If its machine has lost the connection,
-    the agent waits for an answer until the kernel closes the connection, after a quarter of an hour.
+    agent polls its workers and the rendezvous store every `interval` seconds. If its machine has lost the connection,
+    the agent waits for the store's response until the kernel closes the connection, after a quarter of an hour.
     """
     found: list[str] = []
 

@@ -57,7 +57,7 @@ def test_values_are_refused_by_name(read: str) -> None:
 
 def test_a_loop_is_told_which_parameters_to_omit() -> None:
     """A loop that clamps `model.parameters()` got advice on saving alone."""
-    with pytest.raises(UsageError, match=r"clamp_: .*omit the parameters for which .*is_released.* is True"):
+    with pytest.raises(UsageError, match=r"clamp_: .*skip the parameters for which .*is_released.* is True"):
         ghost().clamp_(-1, 1)
 
 
