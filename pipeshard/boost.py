@@ -61,8 +61,8 @@ def boost_model(
     kind: type[PipelineModel] = PipelineModel,
     num_batches: int = 1,
 ) -> tuple[PipelineModel, Criterion | None]:
-    """Split a model. Returns this rank's stages and the criterion. An already boosted model is returned unchanged. A
-    search for a schedule assumes steps of `num_batches` batches."""
+    """Split a model into stages. Returns this rank's PipelineModel and the criterion. An already boosted model is
+    returned unchanged. A search for a schedule assumes steps of `num_batches` batches."""
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
@@ -206,8 +206,8 @@ def _warn_of_uneven(policy: Policy) -> None:
     elif several:
         remedy = (
             f"{len(several)} parameters (first: {next(iter(several))}) are held by several stages, because their "
-            "modules are called on several stages. Fewer stages and more data-parallel replicas (dp_size) need the "
-            "same memory and take less time"
+            "modules are called on several stages. Fewer stages and more data-parallel replicas (dp_size) need "
+            "hardly more memory and take less time"
         )
     else:
         remedy = "A single unit is this large: mark cuts inside the unit with pipeshard.CutPoint, or use fewer stages"

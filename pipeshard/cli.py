@@ -191,7 +191,7 @@ def plan(
 @click.option("--pp", default=2, show_default=True, type=click.IntRange(1, 8), help="Number of processes (stages).")
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Optimizer steps.")
 def demo(pp: int, steps: int) -> None:
-    """Train a tiny llama with random weights on --pp processes of this machine, and unsplit in one process.
+    """Train a tiny llama with random weights on --pp processes on this machine, and unsplit in one process.
 
     Checks the installation: both runs must give the same losses.
     """

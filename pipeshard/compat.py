@@ -19,7 +19,7 @@ from pipeshard.private import restore_meta_kernels
 from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
 
-RankOrOwn = int | None  # None: this process's own
+RankOrOwn = int | None  # None: use this process's value
 
 
 class PipelineStageManager:
@@ -160,7 +160,7 @@ class PipelineStageManager:
 
         Args:
             layers_per_stage: the number of layers of each of the p·v virtual stages, as from `distribute_layers`.
-            stage, num_model_chunks, num_stages: values to use instead of this process's own.
+            stage, num_model_chunks, num_stages: values to use instead of this process's values.
 
         Raises:
             ConfigurationError: if `layers_per_stage` is too short for this stage, or `stage` is out of range.

@@ -1,7 +1,7 @@
-"""Dataloader: gives every stage of a replica the same batches, in an order that can be resumed at any batch.
+"""Dataloader: loads the same batches on every stage of a replica, in an order that can be resumed at any batch.
 
 All stages of a replica must read the same batches, and the replicas together must read the batches that one process
-would read. torch's DataLoader takes its order from a global generator and does not save its position.
+would read. torch's DataLoader shuffles with the global generator, and does not save its position.
 DistributedSampler distributes single samples, so the batches depend on the number of replicas. Here, the order depends
 only on the seed and the epoch. `Share` divides the samples of each step among the replicas, and the loader counts the
 batches that were taken.
@@ -93,7 +93,7 @@ class ResumableDataLoader(DataLoader[Any]):
     With `num_replicas` n, the replicas together read `batch_size` x n consecutive samples of that order per step, and
     this loader loads block `replica` of the n blocks. If concatenated, the replicas' batches equal the batches of one
     process with n times the batch size. If fewer samples are left for the last step, they are divided evenly, and the
-    first replicas read one sample more if necessary. If fewer samples than replicas are left, these samples are omitted
+    first replicas read one more sample if necessary. If fewer samples than replicas are left, these samples are omitted
     with a warning. With `drop_last`, an incomplete last step is always omitted. Every replica therefore has the same
     number of batches. Your own `sampler` defines the order for all replicas. From a `batch_sampler`, or with
     batch_size=None, each replica loads every n-th batch. Every replica reads all of a stream (an IterableDataset) and

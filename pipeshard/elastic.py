@@ -225,8 +225,8 @@ class ElasticJob(PreemptibleJob):
 
 @dataclass(frozen=True)
 class Deaf:
-    """A DataLoader `worker_init_fn` that makes workers ignore SIGTERM, since an agent sends this signal to workers,
-    too.
+    """A DataLoader `worker_init_fn` that makes the DataLoader's workers ignore SIGTERM, which an agent also sends to
+    them.
 
     `resume` installs this function in the dataloader: if a worker exited, the step and therefore the save would fail.
     """

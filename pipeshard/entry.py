@@ -130,8 +130,8 @@ class Engine:
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Split the model, load this rank's weights if the model is from `PipelinePlugin.from_pretrained`, and keep the
-        five results as attributes, unless the model has no optimizer and the engine already has a model with one."""
+        """Split the model, and load this rank's weights if the model is from `PipelinePlugin.from_pretrained`. Returns
+        five objects, and keeps them as attributes, unless no `optimizer` is given and the engine already has one."""
         if optimizer is None and isinstance(lr_scheduler, LRScheduler):
             raise UsageError(
                 f"initialize got a {type(lr_scheduler).__name__} without the {type(lr_scheduler.optimizer).__name__} "

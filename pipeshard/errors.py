@@ -44,7 +44,7 @@ class RankError(PipeshardError, RuntimeError):
 
 
 class NonFiniteError(PipeshardError, ArithmeticError):
-    """A loss, an activation or a gradient that is not finite, detected because `check_finite=True`."""
+    """A loss, activation, gradient or parameter that is not finite, detected because `check_finite=True`."""
 
 
 class MessageError(PipeshardError, TypeError):

@@ -98,7 +98,7 @@ def looks_held() -> bool:
 class Ghost(nn.Parameter):
     """A released parameter: it keeps its names, shape and dtype, but is frozen and has no values.
 
-    If a Ghost's values are read or written, or if a Ghost is deep-copied or pickled, a UsageError with its `label` is
+    If a Ghost's values are read or written, or if a Ghost is copied or pickled, a UsageError with its `label` is
     raised. Under `inside_pipeshard`, glue may use a Ghost if no result depends on it: reads return NaN, and writes are
     discarded. Under `as_if_held`, reads and writes do the same, but their errors are kept.
 

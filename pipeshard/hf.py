@@ -78,7 +78,8 @@ ROPES_OF_LENGTH = "dynamic", "longrope"
 ROPE_LIMITS = "original_max_position_embeddings", "max_position_embeddings"
 NOISE = "neftune_noise_alpha"
 
-# Patterns of buffers that older checkpoints contain. transformers ignores such keys if the model has such buffers.
+# Patterns of buffers that older checkpoints contain. If a model has a buffer that matches a pattern, transformers
+# ignores checkpoint keys that match this pattern.
 OLD_BUFFERS = r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"
 
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft saved
@@ -188,7 +189,7 @@ def image_shape(model: nn.Module) -> tuple[int, int, int] | None:
 
 
 def has_label_per_sample(model: nn.Module) -> bool:
-    """Whether a model of token ids takes one label for each sequence, rather than one for each token."""
+    """Whether a model of token ids expects one label per sequence, instead of one label per token."""
     return type(without_adapters(model)[1]).__name__.endswith("SequenceClassification")
 
 
@@ -348,7 +349,7 @@ def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """The name of the forward argument for a cache with one entry per layer, or None without such an argument."""
+    """The name of the forward argument for a cache with one entry per layer, or None if the forward lacks it."""
     return next((name for name in LAYER_CACHES if has_parameter(model, name)), None)
 
 

@@ -50,7 +50,7 @@ ALIKE, WITHIN = 3, 60.0  # stop after this many attempts in a row with the same 
 HELP = f"""\
 usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 
-Runs SCRIPT as several processes (ranks) on each machine, and restarts all of them, up to
+Runs SCRIPT as N processes (ranks) on each machine, and restarts all of them, up to
 {RESTARTS} times, when a process or a machine is lost or joins. An error that several processes raise is printed
 once. After {ALIKE} consecutive attempts that end with the same error, each within {WITHIN:.0f} seconds of the
 previous attempt, the job is not restarted.
