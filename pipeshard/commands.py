@@ -71,7 +71,7 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
 
 
 def _memory(plan: Plan) -> Table:
-    """One row per stage. All sizes have the prefix (such as MB) of the largest total. Columns of zeros are omitted."""
+    """One row per stage. Sizes are in the byte unit (such as MB) of the largest total. Columns of zeros are omitted."""
     size = _unit(max(stage.memory.total for stage in plan.stages))
     parts = {"weights": "parameters", "grads": "gradients", "fp32": "values", "optim.": "optimizer"}
     rest = {"temp.": "temporary", "absent": "absent", "update": "update"}
@@ -93,8 +93,8 @@ def _memory(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    """One row per stage: the stage's units, times and messages. Sizes have the prefix (such as MB) of the largest
-    message."""
+    """One row per stage: the stage's units, times and messages. Sizes are in the byte unit (such as MB) of the
+    largest message."""
     crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
     table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
     table.add_column("stage", justify="right", no_wrap=True)

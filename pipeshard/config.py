@@ -110,11 +110,11 @@ class PipelineConfig:
         dp_size: the number of replicas; by default as many as the world size allows.
         tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
             the plan of the model's policy.
-        tp_plan: a custom plan: a dict that maps module names, with * for numbers, to "colwise", "rowwise" or another
+        tp_plan: a custom plan, as a dict from module names (with * for numbers) to "colwise", "rowwise" or another
             style.
         ep_size: the number of ranks that shard the experts of each stage, using the architecture's own `ep_plan`. Not
             supported with tp_size > 1.
-        ep_plan: a custom plan: a dict with "ep_dispatch_experts" for expert modules, and "grouped_gemm" for their
+        ep_plan: a custom plan, as a dict with "ep_dispatch_experts" for expert modules, and "grouped_gemm" for their
             parameters.
         zero_stage: 1 shards the optimizer state across the replicas, without splitting any parameter's state.
         fsdp: True shards the parameters, gradients and optimizer state of each held unit across the replicas, with
@@ -137,7 +137,7 @@ class PipelineConfig:
             activations to the host until their backward. "optimizer" keeps the optimizer's states and the master
             weights on the host. Gradients are copied to the host for the optimizer's step, which runs on the CPU, and
             the updated values are copied back. "both" does both. On a CPU, nothing is copied.
-        activation_checkpoint_interval: an alternative to `recompute`: k > 0 recomputes every k-th unit call of the
+        activation_checkpoint_interval: as an alternative to `recompute`, k > 0 recomputes every k-th unit call of the
             model.
         timeout: the seconds that one action of a step, or one wait for another rank, may take (three times as long
             outside a step), or None for no limit. After this time, all ranks abort with a table of each rank's current
@@ -155,8 +155,8 @@ class PipelineConfig:
             in several microbatches is compared with the whole batch. "auto" does this for your own models,
             criteria and optimizers, for transformers classes that docs/parity.md does not list, and with `num_slices`
             or `microbatch_tokens`. It stops after 5 seconds (60 with `num_slices` or `microbatch_tokens`, or for a
-            smaller copy, which replaces a model if the proof needs more than a tenth of the free memory). A difference
-            raises VerificationError.
+            smaller copy, which replaces a model on meta or a model too large for a tenth of the free memory). A
+            difference raises VerificationError.
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
             instead of once per microbatch. Not supported with `compile`.
 

@@ -268,7 +268,10 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else str(chosen))
     sizes, told = gather_objects(answer, _world())[0]
     if sizes is None:
-        raise ConfigurationError(f"the pp_size function returned no Layout for {ranks} ranks: {told}")
+        raise ConfigurationError(
+            f"the pp_size function returned no Layout for {ranks} ranks: {told}. Return a Layout, such as the result "
+            "of AutoConfig.choose"
+        )
     layout = chosen if dist.get_rank() == 0 else ToldLayout(**sizes, told=told)
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):
         raise ConfigurationError(
