@@ -90,8 +90,9 @@ class Engine:
     Attributes:
         plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `grid` and more.
         checkpoint_io: saves and loads checkpoints.
-        model: the model that the last `boost` with an optimizer returned, or, without any optimizer, the last `boost`;
-            None before the first call. Iterating over the engine yields this and the next four attributes.
+        model: the model that the last call to `boost` with an optimizer returned. If all calls were without one, the
+            last call's model; None before the first call. Iterating over the engine yields `model` and the next four
+            attributes.
         optimizer: the optimizer of this process's part of the model.
         criterion: the given criterion, or the criterion in the model's hints.
         dataloader: the given dataloader.
