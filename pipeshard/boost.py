@@ -209,6 +209,8 @@ def _warn_of_uneven(policy: Policy) -> None:
             "modules are called on several stages. Fewer stages and more data-parallel replicas (dp_size) need "
             "hardly more memory and take less time"
         )
+    elif policy.flow.cut_points:
+        remedy = "The model can be split only at its CutPoints: add some inside its largest part, or use fewer stages"
     else:
         remedy = "A single unit is this large: mark cuts inside the unit with pipeshard.CutPoint, or use fewer stages"
     logger.warning(

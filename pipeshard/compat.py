@@ -169,7 +169,7 @@ class PipelineStageManager:
         p = num_stages or self.num_stages
         v = 2 if self.use_zbv else num_model_chunks or self.num_model_chunks
         places = [stage, 2 * p - 1 - stage] if self.use_zbv else range(stage, stage + p * v, p)
-        if min(places) < 0 or max(places) >= len(layers_per_stage):
+        if not 0 <= stage < p or max(places) >= len(layers_per_stage):
             raise ConfigurationError(
                 f"stage must be from 0 to {p - 1} (got {stage}), and layers_per_stage must have {p * v} numbers, one "
                 f"per virtual stage (got {len(layers_per_stage)})"

@@ -315,8 +315,9 @@ def rope_limit(module: nn.Module) -> int | None:
     if not any(kind in ROPES_OF_LENGTH for kind in kinds):
         return None
     config = config_of(module)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    sources = [vars(config), *(part for part in (rope, *rope.values()) if isinstance(part, dict))]
+    values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    sources = [values, *(part for part in (rope, *rope.values()) if isinstance(part, dict))]
     limits = [source.get(name) for source in sources for name in ROPE_LIMITS]
     return min((limit for limit in limits if type(limit) is int), default=0)
 

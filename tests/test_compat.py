@@ -203,3 +203,5 @@ def test_layers_that_do_not_reach_are_refused() -> None:
     for stage in (-1, 2):
         with pytest.raises(ConfigurationError, match="stage must be from 0 to 1"):
             alone(2).get_stage_index([1, 1], stage)
+    with pytest.raises(ConfigurationError, match="stage must be from 0 to 1"):  # gave the layers of stage 1
+        alone(2, enable_interleave=True, use_zbv=True, num_model_chunks=2).get_stage_index([1, 1, 1, 1], 2)

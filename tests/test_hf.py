@@ -251,6 +251,16 @@ def test_frequencies_that_depend_on_the_number_of_positions() -> None:
     assert limit(transformers.Phi3Config, transformers.Phi3Model, factors, **sizes) == 32
 
 
+@pytest.mark.parametrize("config", [None, {"max_position_embeddings": 64, "rope_scaling": {"factor": 2.0}}])
+def test_a_rotary_module_of_another_package(config: Any) -> None:
+    """Without transformers' config, its limit is unknown: "vars() argument must have __dict__ attribute"."""
+    rotary = nn.Module()
+    rotary.rope_type = "dynamic"  # type: ignore[assignment]
+    if config is not None:
+        rotary.config = config
+    assert hf.rope_limit(rotary) == (64 if config else 0)
+
+
 def test_the_name_of_neftune() -> None:
     embedding = nn.Embedding(2, 2).train()
     assert not hf.adds_noise(embedding)

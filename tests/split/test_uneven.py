@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeshard import boost, trace
+from pipeshard import CutPoint, boost, trace
 from pipeshard.split.policy import Policy
 from tests.hunt.nets import H, Net, data
 
@@ -37,11 +37,28 @@ class Funnel(nn.Module):
         return {"loss": self.layers[7](self.layers[6](x.flatten(1))).pow(2).mean()}
 
 
+class AfterCuts(Funnel):
+    """A funnel with CutPoints, of which the last ends the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = nn.functional.one_hot(ids, H * 2)[..., :H].float().repeat(1, 6, 1)
+        for cut, layers in zip(self.cuts[:2], (self.layers[:3], self.layers[3:6]), strict=True):
+            for layer in layers:
+                x = layer(x)
+            x = cut(x)
+        return {"loss": self.cuts[2](self.layers[7](self.layers[6](x.flatten(1)))).pow(2).mean()}
+
+
 @pytest.mark.parametrize(
     ("make", "partition", "remedy"),
     [
         (Funnel, [1, 7], "Pass PipelinePlugin(partition='parameters')"),
         (Pair, "auto", "data-parallel replicas"),
+        (AfterCuts, "auto", "only at its CutPoints"),  # it said that one unit is this large
         (Net, "auto", ""),
     ],
 )
