@@ -2,7 +2,7 @@
 
 `python -m benchmarks.auto [--ranks 4 8 16] [--models NAME ...]` builds each model on meta, counts its costs, and
 simulates a step of 2p microbatches with one sample each (2,048 tokens, some of them from an image; 512 for T5). The
-memory limit of each rank is the highest peak of a rank with 1F1B, AdamW and bf16. `least` is a lower bound of the idle
+memory limit of each rank is the highest peak of a rank with 1F1B, AdamW and bf16. `least` is a lower bound on the idle
 time for any cut: the most expensive unit call (or child of a layer) cannot be divided, and its rank runs it in each
 microbatch. `less` is the reduction of idle time relative to the best known schedule that fits. `of it` is the relative
 reduction of the idle time above `least`.
@@ -146,7 +146,7 @@ def main() -> None:
     console.print(table)
     less, of_it = (statistics.mean(shares) for shares in zip(*((row.less, row.of_it) for row in rows)))
     longest = max(row.seconds for row in rows)
-    console.print(f"mean {less:.1%} less idle time (target: at least {BAR:.0%}); {of_it:.1%} of that above the least")
+    console.print(f"mean {less:.1%} less idle time (target: at least {BAR:.0%}); {of_it:.1%} less above `least`")
     console.print(f"the longest search took {longest:.0f} s on one core (target: at most {SECONDS:.0f} s)")
     raise SystemExit(less < BAR or longest > SECONDS)
 

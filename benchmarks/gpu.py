@@ -48,7 +48,7 @@ def of_probabilities(out: Any, batch: Any) -> torch.Tensor:
 
 
 def of_positions(out: Any, batch: Any) -> torch.Tensor:
-    """A loss whose kernel adds in any order."""
+    """A loss whose kernel adds in a nondeterministic order."""
     return cross_entropy(out.logits.transpose(1, 2), batch["input_ids"])
 
 
@@ -132,7 +132,7 @@ def cases(device: str) -> list[Case]:
 
 @contextlib.contextmanager
 def settling(device: torch.device) -> Iterator[None]:
-    """Inside, every action synchronizes its device."""
+    """Context manager in which every action synchronizes its device."""
 
     def settled(method: Any) -> Any:
         def call(stage: Any, *args: Any) -> Any:
@@ -295,7 +295,7 @@ def told(case: Case, model: Any, step: Any) -> Result:
         if dist.get_rank() != 1 and "rank 1" not in str(error):
             raise
         return Result(milliseconds=1e3 * (time.perf_counter() - began))
-    return Result(problem="the step ended")
+    return Result(problem="the step completed despite the fault")
 
 
 def serve(rank: int, ranks: int, todo: Sequence[Case], device: str, folder: str, results: Connection) -> None:
@@ -357,7 +357,7 @@ def answer(results: Connection, until: float) -> Result:
 
 
 def merged(of_ranks: Sequence[Result]) -> Result:
-    """Return the worst value of all ranks. A problem with an error message takes precedence over one without."""
+    """Return the worst values of all ranks. A problem with an error message takes precedence over one without."""
     problems = sorted(filter(None, (r.problem for r in of_ranks)), key=lambda text: "Error: " not in text)
     error, milliseconds = max(r.error for r in of_ranks), max(r.milliseconds for r in of_ranks)
     return Result(error, milliseconds, max(r.megabytes for r in of_ranks), problems[0] if problems else "")
@@ -381,7 +381,7 @@ def passes(case: Case, result: Result) -> bool:
 
 
 def verdict(case: Case, result: Result) -> str:
-    return "ok" if passes(case, result) else result.problem or f"more than {TOLERANCE[case.precision]:g}"
+    return "ok" if passes(case, result) else result.problem or f"error above {TOLERANCE[case.precision]:g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -63,7 +63,7 @@ def lowered(model: Any, device: torch.device) -> Any:
 
 
 def plain(model: Any, ids: torch.Tensor, microbatches: int, recompute: bool = False) -> tuple[Step, Any]:
-    """Return a step as a user would write it: forward and backward of one microbatch after the other, and its model."""
+    """Return a step as a user would write it (forward and backward, microbatch by microbatch), and its model."""
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -190,7 +190,7 @@ def report(found: Sequence[Measured], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args(arguments)
     console = Console()
     if not torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.planned` trains a llama of 50 million parameters, built on meta, with layouts that differ in
 precision, replicas, recompute and stages; two layouts train adapters on packed (quantized) weights. For the rank with
-the largest planned memory, it prints the peak resident memory, minus that after a step of a tiny model. If each rank
+the largest planned memory, it prints the peak resident memory, minus that after steps of a tiny model. If each rank
 has its own core, it also prints the time of a step. Both are compared with the plan. The allocator returns freed memory
 to the system immediately. Units are timed on all ranks at the same time, as they run in a step.
 """
@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # a dynamic one keeps freed blocks in the heap
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # a dynamic threshold keeps freed blocks in the heap
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
 
 import torch
@@ -55,7 +55,7 @@ BAR = 0.10
 
 
 def make(layers: int, folder: str, quantize: str | None) -> Any:
-    """Build the model on meta; with `quantize`, with adapters, and packed weights from a folder."""
+    """Build the model on meta. With `quantize`, add adapters, and load packed weights from a folder in boost."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers, dtype=torch.float32))
     if quantize is None:
@@ -93,7 +93,7 @@ def study(rank: int, world: int, p: int, options: dict[str, Any], timed: bool, f
 
 
 def step(layers: int, p: int, options: dict[str, Any], counts: Any, steps: int, folder: str) -> list[float]:
-    """Boost a model and run `steps` steps. Returns the seconds of each, without the optimizer's, as in a plan."""
+    """Boost a model and run `steps` steps. Returns the seconds of each, without the optimizer step, as in a plan."""
     options = dict(options)
     batch, model = make_batch(), make(layers, folder, options.pop("quantize", None))
     shared: dict[str, Any] = {"dry_run_input": batch, "init_weights": True, "verify": False}

@@ -1,9 +1,9 @@
 """Ragged: tokens per second for samples of different lengths, with several ways of grouping them into microbatches.
 
 `python -m benchmarks.ragged` samples lengths from a lognormal distribution with a long tail, like the lengths of FLAN's
-samples (median 128 tokens, deviation of the logarithm 1.2, from 8 to 1,024). For p = 2, each way of grouping trains a
-small llama on the same batches in turns. For p = 2, 4 and 8, the schedule is simulated with the costs that pipeshard's
-grouping uses. No way of grouping exceeds the limit of padded tokens per microbatch.
+samples (median 128 tokens, deviation of the logarithm 1.2, from 8 to 1,024). For p = 2, a small llama trains on the
+same batches with each way of grouping in turns. For p = 2, 4 and 8, the schedule is simulated with the costs that
+pipeshard's grouping uses. No way of grouping exceeds the limit of padded tokens per microbatch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def as_given(times: Sequence[float]) -> Iterator[list[int]]:
 
 @contextmanager
 def grouping(name: str) -> Iterator[None]:
-    """Inside, pipeshard uses this way of grouping. Each microbatch is padded to its own longest sample."""
+    """Context manager in which pipeshard groups this way. Each microbatch is padded to its own longest sample."""
     path, tried = "pipeshard.engine.ragged", orders if name == OURS else as_given
     with mock.patch(f"{path}.group", WAYS[name]), mock.patch(f"{path}.orders", tried):
         yield

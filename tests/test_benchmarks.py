@@ -28,7 +28,7 @@ def test_contenders_train_to_the_same_losses(tmp_path: Path) -> None:
     with Progress(disable=True) as progress:
         outcomes = Rounds(WORK, lanes, 2, progress).run()
     assert failures(lanes, outcomes) == [
-        "nobody: did not start: there is no environment .venv-nobody: make setup-peers"
+        "nobody: did not start: the environment .venv-nobody does not exist: run make setup-peers"
     ]
     mine, theirs = (outcomes[name] for name in ("pipeshard zbv", "torch 1F1B"))
     assert len(mine.seconds) == 2 and len(mine.losses) == len(theirs.losses) == 6

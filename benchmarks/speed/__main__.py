@@ -72,7 +72,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds after the warm-up (default: 9, or 2 with --quick)")
     parser.add_argument("--quick", action="store_true", help="use small models, to check that everything runs")
     parser.add_argument("--require", action="store_true", help="exit with 1 if a contender fails or a target is missed")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder for benchmarks.md after all parts")
+    parser.add_argument(
+        "--docs", type=Path, default=ROOT / "docs", help="folder for benchmarks.md if all parts have run"
+    )
     return parser.parse_args()
 
 

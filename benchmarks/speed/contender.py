@@ -28,7 +28,8 @@ Batches = Sequence[tuple[int, int | None]]  # (seed, length) of each step; None 
 
 @dataclass(frozen=True)
 class Contender:
-    """The name of a module in `trainers`, the options of its Trainer, and the environment whose Python runs it."""
+    """`trainer` names a module in `trainers`, and `options` are the options of its Trainer. `environment` is the folder
+    of the virtual environment (by default, the current one). `variables` are additional environment variables."""
 
     name: str
     trainer: str
@@ -47,7 +48,7 @@ class ContenderError(Exception):
 
 class Pair:
     """The two processes of a contender. They are stopped unless `round` is running, because threads of process groups
-    poll. With `hosts`, each process runs in a separate network namespace."""
+    poll and would slow down other contenders. With `hosts`, each process runs in a separate network namespace."""
 
     def __init__(self, contender: Contender, work: Work, label: str = "", hosts: Hosts | None = None) -> None:
         self.contender, self.label, self.hosts = contender, label, hosts
@@ -55,7 +56,7 @@ class Pair:
         self.connections: list[Connection] = []
         self.logs: list[Path] = []
         if not os.access(contender.python, os.X_OK):
-            raise ContenderError(f"there is no environment {contender.environment}: make setup-peers")
+            raise ContenderError(f"the environment {contender.environment} does not exist: run make setup-peers")
         self._scratch = tempfile.TemporaryDirectory(prefix="speed-")
         try:
             for rank in range(RANKS):
@@ -147,7 +148,7 @@ class Pair:
         """Describe how a process exited without an answer: its exit status and the last line of its log."""
         code = self.processes[rank].wait()
         lines = self.logs[rank].read_text(errors="replace").strip().splitlines()
-        return f"rank {rank} died ({code}): {lines[-1] if lines else 'it printed nothing'}"
+        return f"rank {rank} exited with status {code}: {lines[-1] if lines else 'it printed nothing'}"
 
 
 def _environment(rank: int, interface: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Outcome:
     `seconds` is the time of a step in each round. `losses` has the loss of every step. `memory` is the peak memory of
     each rank above the start of each round, in bytes; `resident` is the total peak. `sent` is the bytes that each rank
     sent per step. `reports` are the trainers' own measurements. `asleep` is the share of a core that the ranks used
-    between their rounds. `error` is the reason why the lane stopped.
+    between their rounds. `error` is the reason why the lane did not start, or failed.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -48,10 +48,11 @@ class Outcome:
 
 
 class Rounds:
-    """Runs all lanes of one work: starts them one by one, then runs `rounds` rounds in which each lane runs once.
+    """Runs all lanes of one work: starts them one by one, then runs the warm-up and `rounds` rounds. In each of them,
+    every lane runs once.
 
     The order rotates from round to round, so the position of a lane changes. With `hosts`, the ranks run on these
-    hosts. `before` is called before each round with its number, 0 for the warm-up.
+    hosts. `before` is called before each round with the round's number (0 for the warm-up).
     """
 
     def __init__(

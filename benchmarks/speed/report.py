@@ -14,7 +14,7 @@ HEAD = """\
 each, connected by gloo, on a machine with two CPU cores. The processes of a contender stay alive until the last round,
 and are stopped (SIGSTOP) while another contender runs. In each round, every contender runs once. The order rotates from
 round to round. Round 0 is the warm-up, which is not timed. All contenders start from the same weights. The losses of
-all contenders are compared step by step, and may differ by at most 1e-4.
+all contenders are compared step by step, and may differ from their median by at most 0.01 %.
 
 The lists below the tables compare the results with targets. A line ends with "NOT MET" if a target was missed."""
 
@@ -22,7 +22,7 @@ PEERS = """\
 ## Requirements and limitations of the peers
 
 - **torch** requires hand-written stages. Tied weights are not supported: our script sums the gradients of both copies.
-  The process ends if the length of a message differs from that in the first step.
+  A step fails if the length of a message differs from that in the first step.
 - **DeepSpeed** requires a list of layers, each a module with one input. It clips gradients to norm 1.0 by default
   (turned off here with `"gradient_clipping": 0.0`). With `dynamic_shape=False`, a batch of a new length is rejected, or
   read into a buffer that has the length of the first batch.

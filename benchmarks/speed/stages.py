@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 
 class HandStage(nn.Module):
-    """Layers `start` to `end` of a causal language model, with its embedding, or its norm and head, at either end.
+    """Layers `start` to `end` (exclusive) of a causal language model. The first stage also has the embedding, and the
+    last stage has the norm and the head.
 
     Takes token ids (b, s) or hidden states (b, s, hidden); returns hidden states or logits (b, s, vocabulary).
-    `ends=False` omits the embedding and the head.
+    With `ends=False`, the embedding and the head are omitted.
     """
 
     def __init__(self, model: Any, start: int, end: int, ends: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Work: the model, initial weights and batches that every contender trains; all of them follow from seeds.
+"""Work: the model, initial weights and batches of all contenders, generated from seeds.
 
 This module runs in each contender's own environment, with the version of transformers that is installed there.
 """
@@ -71,7 +71,7 @@ class Work:
         )
 
     def model(self) -> Any:
-        """Build the model in training mode. A parameter's values depend on its name: all contenders start equal."""
+        """Build the model in training mode. A parameter's name seeds its values, so all contenders start equal."""
         model = AutoModelForCausalLM.from_config(self.config())
         with torch.no_grad():
             for name, parameter in model.named_parameters():

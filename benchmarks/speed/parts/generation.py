@@ -22,7 +22,7 @@ runs the whole model on its own core. With stages, the time of a token is the su
 messages."""
 
 WORKS = {"long prompts": (512, 2), "single tokens": (8, 32)}
-FLIGHT, COST = 0.8 * RANKS, 1.15  # least speedup over one microbatch; largest time per token / one process
+FLIGHT, COST = 0.8 * RANKS, 1.15  # least speedup over one microbatch; most time per token, relative to one process
 ONE, DEFAULT, TWO, ALONE = "one", "default", "two", "one process"
 
 

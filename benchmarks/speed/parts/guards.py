@@ -1,4 +1,4 @@
-"""Guards: their share of a step, and the time of the proof at boost, in steps."""
+"""Guards: the share of a step that guards take, and the time of the proof at boost, in steps."""
 
 import contextlib
 import functools
@@ -39,9 +39,9 @@ before an update, the gradients and the options of the update. Every call of eve
 the clock. Two stages run in two processes. The table shows the CPU time of the training thread, on the rank on which
 guards take the larger share of a step.
 
-The proof is the comparison of `verify` with the unsplit model, for two stages, with all ranks in one process. The table
-shows the CPU time of the proof over all threads, and how many training steps of the unsplit model on the whole batch
-take the same time."""
+The proof is the comparison with the unsplit model that `verify=True` runs, here for two stages, with all ranks in one
+process. The table shows the CPU time of the proof over all threads, and how many training steps of the unsplit model on
+the whole batch take the same time."""
 
 Work = tuple[int, int, int, int, int]
 # name: hidden size, layers, sequence length, microbatches, samples per microbatch

@@ -14,11 +14,11 @@ from benchmarks.speed.work import Work
 
 TEXT = """\
 The model is the llama of the first section, with m = 4. Each contender runs as two pairs of processes. The first pair
-trains on 128 tokens in every step. In every step, the second pair trains on a length that it has not seen before (128
+trains on samples of 128 tokens in every step. The second pair trains on samples of a new length in every step (128
 tokens on average in each round). "Slowdown" is the additional time of the second pair, relative to the first pair in
-the same round. "Minus one process" subtracts the slowdown of the unsplit model, which sends no messages. ColossalAI
-requires `enable_metadata_cache=False` for changing lengths, and DeepSpeed `dynamic_shape=True`. On the fixed length,
-both use their default setting, which is faster. torch's schedule has no setting for changing lengths."""
+the same round. "Minus one process" subtracts the slowdown of the unsplit model, which sends no messages. For changing
+lengths, ColossalAI requires `enable_metadata_cache=False`, and DeepSpeed requires `dynamic_shape=True`. For the fixed
+length, both use their default settings, which are faster. torch's schedule has no setting for changing lengths."""
 
 OURS = ours("1f1b")
 BAR = 0.03
@@ -69,7 +69,7 @@ def fixed(k: int) -> Batches:
 
 
 def changing(k: int, rounds: int) -> Batches:
-    """Return batches with lengths that no other round has: equally many above and below the mean, near and far."""
+    """Return batches with lengths that no other round has: half above and half below the mean, near and far."""
     offsets = [1 + k + step * (rounds + 1) for step in range(STEPS // 2)]
     lengths = [MEAN + sign * offset for offset in offsets for sign in (1, -1)]
     return [(k * STEPS + step + 1, length) for step, length in enumerate(lengths)]

@@ -40,12 +40,12 @@ PEERS = {
     "torch DualPipeV": (torchs.ScheduleDualPipeV, 2),
 }
 OURS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "v-half": 2, "v-min": 2}
-FIRST = "torch 1F1B"  # its class generates no valid order for the last rank, but its step runs the published one
+FIRST = "torch 1F1B"  # torch's class has no valid order for the last rank, but runs the published schedule
 AUTO = "pipeshard auto"
 
 
 class Costs(NamedTuple):
-    """Seconds of a microbatch: for each layer, for the code before the layers, and for the code after them."""
+    """Seconds of F, B and W of a microbatch: in each layer, in the units before the layers, and in those after them."""
 
     layers: list[tuple[float, ...]]
     before: tuple[float, ...]
@@ -60,7 +60,7 @@ class Costs(NamedTuple):
 
 
 def torch_order(schedule: Callable[..., Any], p: int, m: int, v: int) -> Program:
-    """Return the compute actions of a torch schedule. Its class generates them only from the numbers of stages and
+    """Return the compute actions of a torch schedule. To generate them, its class needs only the numbers of stages and
     microbatches."""
     stages = [
         SimpleNamespace(
@@ -108,7 +108,7 @@ def measured(layers: int) -> tuple[Subject, Costs]:
 def programs(p: int, m: int) -> Iterator[tuple[str, Program]]:
     yield FIRST, make_program("1f1b", p, m)
     for name, (schedule, v) in PEERS.items():
-        if m >= 2 * p or schedule is not torchs.ScheduleDualPipeV:  # it requires a microbatch per stage
+        if m >= 2 * p or schedule is not torchs.ScheduleDualPipeV:  # DualPipeV requires a microbatch per stage
             yield name, torch_order(schedule, p, m, v)
     for name, v in OURS.items():
         yield f"pipeshard {name}", shorten_cooldown(make_program(name, p, m, v))

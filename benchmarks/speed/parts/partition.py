@@ -1,5 +1,5 @@
-"""Partition: step times, and predicted and measured stage times, of a model whose head costs as much as its layers; and
-a searched schedule compared with zbv."""
+"""Partition: step times and stage times (predicted and measured) of a model whose head costs as much as its layers, and
+the step time of a searched schedule compared with zbv."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from benchmarks.speed.work import Work
 
 TEXT = """\
 The model is a llama with 24 layers and a vocabulary of 128k entries. Its head and loss take about as much time as all
-of its layers. The plugin splits the model into two stages with each of the plugin's partition rules. A unit is a module
-that is never split, such as a layer; "units" is the number of unit calls on each stage. Stage times are medians of the
-forward and backward of one microbatch. "profile" predicts seconds. The other rules predict relative costs, which are
-scaled so that their sum equals the measured time of both stages. The second table compares zbv with a searched schedule
-(`schedule="auto"`), for the same model."""
+of its layers. The plugin splits the model into two stages with the partition rules "uniform", "auto" and "profile". A
+unit is a module that is never split, such as a layer; "units" is the number of unit calls on each stage. Stage times
+are medians of the forward and backward of one microbatch. "profile" predicts seconds. The other rules predict relative
+costs, which are scaled so that their sum equals the measured time of both stages. The second table compares zbv with a
+searched schedule (`schedule="auto"`), for the same model."""
 
 RULES = ("uniform", "auto", "profile")
 JUDGED = ("auto", "profile")

@@ -1,4 +1,4 @@
-"""Replay: the cost, in a stage's forward, of each unit that belongs to another stage."""
+"""Replay: the cost, in a stage's forward, of each unit that another stage holds."""
 
 import statistics
 import time
@@ -18,10 +18,10 @@ from pipeshard.split.policy import Policy
 from pipeshard.split.route import Route
 
 TEXT = """\
-Each stage runs the model's own forward. A unit (a module that is never split, such as a layer) that belongs to another
-stage is called, but not computed. This section measures the cost of such a call. The last stage has one layer, and the
-model has either few or many layers. The cost per unit is the difference between the stage's forward times for the two
-models, divided by the difference between their numbers of layers. This cost includes the call itself, finding the
+Each stage runs the model's own forward. If another stage holds a unit (a module that is never split, such as a layer),
+the unit is called, but not computed. This section measures the cost of such a call. The last stage has one layer, and
+the model has either few or many layers. The cost per unit is the difference between the stage's forward times for the
+two models, divided by the difference between their numbers of layers. This cost includes the call itself, finding the
 call's position in the trace, and creating a tensor that replaces the unit's result."""
 
 FEW, MANY = 4, 68

@@ -21,20 +21,21 @@ from pipeshard.slices.cut import lengths
 from pipeshard.slices.refusals import attention_slope
 
 TEXT = """\
-A llama with hidden size 896, 4 layers and 256 words trains on m samples of 2,048 tokens per step, one per microbatch.
-With so few words, the head takes little time, so both stages take equally long, as the limit assumes. `num_slices=n`
-splits each sample into n slices, so that stages do not wait for whole samples. "Speedup" is the time of the table's
-first row divided by the time of the contender in the same round (median and quartiles). In the first row, samples are
-not sliced: this row is torch's 1F1B or, for m = 1, one process, because torch requires at least as many microbatches as
-stages, and with m = 1, stages would run one after the other. "Limit" is the speedup in a simulation in which the n
-slices of a sample together take as long as the whole sample, and F, B and W take the same time. pipeshard's 1F1B splits
-its last backwards (`shorten_cooldown`). In practice, the slices together take longer than the sample: a matrix product
-with 256 rows takes longer per row than one with 2,048 rows, and Python takes additional time for each slice.
+A llama with hidden size 896, 4 layers and a vocabulary of 256 trains on m samples of 2,048 tokens per step, one per
+microbatch. With this vocabulary, the head takes little time, so both stages take equally long, as the limit assumes.
+`num_slices=n` splits each sample into n slices, so that stages do not wait for whole samples. "Speedup" is the time of
+the table's first row divided by the time of the contender in the same round (median and quartiles). In the first row,
+samples are not sliced: this row is torch's 1F1B or, for m = 1, one process, because torch requires at least as many
+microbatches as stages, and with m = 1, stages would run one after the other. "Limit" is the speedup in a simulation in
+which the n slices of a sample together take as long as the whole sample, and F, B and W take the same time. pipeshard's
+1F1B splits its last backwards (`shorten_cooldown`). In practice, the slices together take longer than the sample: a
+matrix product with 256 rows takes longer per row than one with 2,048 rows, and Python takes additional time for each
+slice.
 
 The last table shows the peak memory of the first rank during a step, divided by the memory that the forward of a whole
-microbatch leaves allocated. It uses a small model, whose activations take more memory than everything else, and m = 4.
-The slices have different lengths, so that they take equally long. The first slices attend to the fewest tokens, so they
-are the longest. "Simulated" takes the lengths of the slices into account."""
+microbatch leaves allocated. This measurement uses a small model, whose activations take more memory than everything
+else, and m = 4. The slices have different lengths, so that they take equally long. The first slices attend to the
+fewest tokens, so they are the longest. "Simulated" takes the lengths of the slices into account."""
 
 SLICES = 4, 6, 8
 BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: the least speedup over whole samples
@@ -98,7 +99,8 @@ def _shares(work: Work, n: int) -> list[float]:
 
 
 def most(program: Program, shares: Sequence[float]) -> float:
-    """Return the largest number of microbatches that the first rank keeps, if slices have these shares of one."""
+    """Return the largest number of microbatches that the first rank keeps, if each slice is this fraction of a
+    microbatch."""
     kept, largest = 0.0, 0.0
     for kind, number, _ in program.ranks[0]:
         share = shares[number % len(shares)]

@@ -33,7 +33,7 @@ compare pipeshard's fastest schedule with the fastest peer."""
 
 
 def ours(schedule: str, **options: Any) -> Contender:
-    """Return pipeshard with this schedule, and layers split into equal parts."""
+    """Return the contender that runs pipeshard with this schedule, and layers split into equal parts."""
     chunks = CHUNKS.get(schedule, 1)
     if schedule == "interleaved":
         options["num_model_chunks"] = chunks

@@ -63,7 +63,7 @@ class Trainer:
             entering = torch.randn(*part["input_ids"].shape, self.work.hidden, requires_grad=True)
         else:
             entering = part["input_ids"]
-            if frozen:  # the backward must reach the first layer, to compute its weight gradients
+            if frozen:  # all parameters are frozen, but the backward must reach the embedding's result
                 entering = chunk.embed(entering).requires_grad_(True)
         before = resident()
         if frozen:

@@ -11,7 +11,7 @@ from pipeshard.schedule import Kind
 
 
 class Trainer:
-    """`stages` splits the layers into this many equal parts; with `partition`, the plugin splits them."""
+    """`stages` is the number of equal parts into which the layers are split; if 0, the plugin's `partition` applies."""
 
     def __init__(self, work: Work, rank: int, size: int, stages: int = 0, **arguments: Any) -> None:
         model = work.model()
