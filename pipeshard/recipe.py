@@ -93,7 +93,7 @@ ADVICE = {
     "omit --recompute": "set gradient_checkpointing=false",
     "more stages than": "more stages (pp) than",
     "quantization_config=BitsAndBytesConfig(load_in_4bit=True)": "load_in_4bit=true",
-    "in Python, pass a model that from_pretrained(..., trust_remote_code=True) has built": "set trust_remote_code=true",
+    "in Python, pass a model built with from_pretrained(..., trust_remote_code=True)": "set trust_remote_code=true",
     "omit quantization_config": "set load_in_4bit=false and load_in_8bit=false",
 }
 

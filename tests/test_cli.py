@@ -213,7 +213,11 @@ def test_a_folder_in_4_bits_is_planned_as_it_is(tmp_path: Path) -> None:
     ("method", "options", "message"),
     [
         ("bitsandbytes", [], "with bitsandbytes), so there is nothing to train: add adapters with --lora"),
-        ("bitsandbytes", ["--lora", "2", "--quantize", "nf4"], "with bitsandbytes) already: omit --quantize"),
+        (
+            "bitsandbytes",
+            ["--lora", "2", "--quantize", "nf4"],
+            "with bitsandbytes), so they cannot be quantized again: omit --quantize",
+        ),
         ("gptq", ["--lora", "2"], "with gptq), and stages cannot load such weights. To plan for a copy of"),
     ],
 )
@@ -291,8 +295,11 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
     ("arguments", "message"),
     [
         (["lama", *SIZES], "error: lama is not a folder, a config.json or a transformers model type (did you mean"),
-        (["owner/name", *SIZES], "error: owner/name does not exist: pass a folder, a config.json or a model type"),
-        (["llama", "hidden=64", *SIZES], "error: LlamaConfig has no hidden: did you mean hidden_act or hidden_size?"),
+        (["owner/name", *SIZES], "error: owner/name is neither a local path nor a model in the Hugging Face cache"),
+        (
+            ["llama", "hidden=64", *SIZES],
+            "error: LlamaConfig has no field hidden: did you mean hidden_act or hidden_size?",
+        ),
         (["llama", "hidden_size", *SIZES], "error: 'hidden_size' is not a config field: write key=value"),
         ([*MODEL, *SIZES, "--schedule", "zbw"], "error: unknown schedule 'zbw': did you mean 'zbv'?"),
         ([*MODEL, *SIZES, "--dtype", "int8"], "error: dtype='int8' is unknown: use one of"),

@@ -165,8 +165,14 @@ def test_legal_layouts(ranks: int, pp_size: int, microbatches: int, expected: li
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((5, 16, 1, 4), r"5 ranks .* pp_size=4 or less: the 16 microbatches .* not divisible by .*\(5 of 1 stages\)"),
-        ((6, 16, 4, 2), r"4 microbatches .*global_batch=16.* number of replicas \(3 of 2 stages, 6 of 1 stages\)"),
+        (
+            (5, 16, 1, 4),
+            r"5 ranks .* pp_size=4 or less: the 16 microbatches .* not divisible by .*\(5 with pp_size=1\)",
+        ),
+        (
+            (6, 16, 4, 2),
+            r"4 microbatches .*global_batch=16.* number of replicas \(3 with pp_size=2, 6 with pp_size=1\)",
+        ),
         ((4, 10, 4, 4), "global_batch=10 must be a multiple of microbatch_size=4"),
         ((4, 0, 1, 4), "global_batch must be a positive integer, got 0"),
         ((4, 8, 1, "auto"), "pp_size must be a positive integer, got 'auto'"),

@@ -373,7 +373,7 @@ def said(*arguments: str) -> Result:
         (["--pp", "40"], "fewer than pp=40. Use pp <="),
         (
             ["--dry_run", "--device_memory", "1MB", "--gradient_checkpointing=false", "--max_length=64"],
-            "no partition was found that fits. Possible remedies: a smaller max_length or per_device_train_batch_size, "
+            "but its device_memory is 1.00 MB. Possible remedies: a smaller max_length or per_device_train_batch_size, "
             "activation recompute (gradient_checkpointing, or recompute=1), more stages (pp) than 2",
         ),
         (["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"], "with the best number of slices"),
@@ -860,7 +860,7 @@ def test_a_model_with_code_of_its_own_is_planned(tmp_path: Path, monkeypatch: py
     arguments = ["sft", f"--model_name_or_path={tmp_path}", "--dry_run", "--pp=2"]
     refused = said(*arguments)
     assert refused.exit_code == 1
-    assert f"error: {tmp_path} requires code of its own, which this command does not run: set trust" in refused.output
+    assert f"error: {tmp_path} requires custom code, which this command does not run: set trust" in refused.output
     assert not (tmp_path / "modules").exists()
     planned = said(*arguments, "--trust_remote_code=true")
     assert planned.exit_code == 0 and "Model" in planned.output, planned.output

@@ -1,4 +1,4 @@
-"""Auto: a search for the fastest schedule and cuts for a model's own costs, within the memory of each rank."""
+"""Auto: the search for a model's fastest schedule and cuts, within the memory of each rank."""
 
 import itertools
 import math
@@ -21,13 +21,13 @@ CHUNKS = 2, 3, 4  # stages per rank, assigned to the ranks in a loop; two may al
 TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `tightness` for `estimate`
 ESTIMATES = 1500  # changes of cuts tried per tightness
 RETRIES = 10  # attempts to find a legal change of cuts
-PROMISING = 1.1  # a placement is searched if its first program takes at most this multiple of the fastest one's time
+PROMISING = 1.1  # a placement is searched if its starting program takes at most this multiple of the fastest one's time
 PLACEMENTS = 5, 2  # number of placements searched in the first and the second round
-REFINED, SEEDS = 3, (0, 1)  # solutions that are refined inside layers, and the random numbers for each
+REFINED, SEEDS = 3, (0, 1)  # the number of solutions that are refined inside layers, and the random seeds for each
 SLACK = 0.005  # fraction by which a step may become slower while a solution is refined
 ACTIONS, TRIES = 800_000, 3000  # limits: actions scheduled per round, and changes tried per placement
 IDLE = Part(0, has_gradients=True, is_running=False)
-Edges = tuple[int, ...]  # the first call of each stage, then the number of all calls
+Edges = tuple[int, ...]  # the first call of each stage, then the total number of calls
 Choice = tuple[Edges, Rule]
 Found = tuple[float, Choice, "Cutter"]  # time, choice, and the cutter of the choice
 
@@ -47,7 +47,7 @@ class Cutter:
         self.draws = random.Random(seed)
 
     def initial(self) -> Edges:
-        """The cuts of the named schedules. These cuts balance the costs of the stages."""
+        """Return the cuts that balance the costs of the stages, as for the known schedules."""
         weights, forbidden = [sum(cost) for cost in self.subject.costs], forbidden_cuts(self.subject.flow)
         counts = balance(weights, len(self.placement), forbidden, ranks=self.placement)
         return (0, *itertools.accumulate(counts))
@@ -112,21 +112,21 @@ class Cutter:
         return self.places.sent if self.places else sent(self.subject)
 
     def names(self, edges: Edges) -> list[str]:
-        """The modules that these cuts follow. Requires places inside layers."""
+        """The name of the module before each cut. Requires `places`."""
         assert self.places is not None
         return [self.places.names[edge] for edge in edges[1:-1]]
 
     def cuts(self) -> set[Edges]:
-        """The cuts to start from: the initial cuts, and the cuts with the lowest estimate for each tightness. Cuts for
-        which a rank lacks the memory for one microbatch are omitted."""
+        """The cuts to start from: the initial cuts, and the cuts with the lowest estimate found for each tightness.
+        Omits cuts for which a rank lacks the memory for one microbatch."""
         initial = self.initial()
         values = [partial(self.estimate, tightness) for tightness in TIGHTNESS]
         leasts = [climb(initial, value(initial), value, self.moved, ESTIMATES)[1] for value in values]
         return {edges for edges in (initial, *leasts) if self.estimate(1.0, edges)[0] < math.inf}
 
     def start(self, most: float = math.inf) -> list[Found]:
-        """A list with the fastest combination of starting cuts and starting rule. It is empty if no program fits and
-        takes less than `most`."""
+        """Return a list with the fastest combination of starting cuts and starting rule, or an empty list if every
+        combination exceeds the memory or takes at least `most`."""
         best, found = most, list[Found]()
         for edges in sorted(self.cuts()):
             for rule in rules(self.work(edges), self.m):
@@ -135,8 +135,9 @@ class Cutter:
         return found
 
     def search(self, start: Choice, time: float, actions: int, slack: float = 0.0) -> Found:
-        """Search from `start`, whose step takes `time`, by scheduling at most `actions` actions. Return the best choice
-        found. Meanwhile, a step may become slower by the fraction `slack`."""
+        """Search from `start`, whose step takes `time`, by scheduling at most `actions` actions. Return the fastest
+        choice found. The search may also move to choices that are slower than the fastest one, at first by up to the
+        fraction `slack`, and at the end by none."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *anneal(start, time, self.time, self.change, tries, slack), self
 
@@ -166,8 +167,8 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
 
 def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
     """Search for the fastest program of m microbatches that fits in the memory of each rank. Returns the model cut for
-    this program and the program's schedule, or None if no such program was found. The program is proven free of
-    deadlocks."""
+    this program and the program's schedule, or None if no such program was found. The program was simulated, so it is
+    free of deadlocks."""
     found, most = list[Found](), math.inf
     for placement in placements(p):
         with suppress(PartitionError):  # the model has too few units
@@ -188,7 +189,8 @@ def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | Non
 
 
 def refined(subject: Subject, found: Sequence[Found]) -> Iterator[Found]:
-    """Move the cuts of solutions with whole layers into layers. Yields the solutions that become faster."""
+    """For solutions whose cuts are between layers, search for cuts inside layers. Yields the solutions that become
+    faster."""
     places = inside(subject) if found else None
     for (time, (edges, rule), cutter), seed in itertools.product(found if places else (), SEEDS):
         assert places is not None
@@ -202,8 +204,8 @@ def refined(subject: Subject, found: Sequence[Found]) -> Iterator[Found]:
 
 
 def _made_inside(subject: Subject, found: Iterable[Found], m: int) -> tuple[Candidate, Searched] | None:
-    """The candidate and the schedule of the fastest solution with cuts inside layers that fits, or None. Only layers
-    that contain a cut are divided."""
+    """The candidate and the schedule of the fastest solution in `found` (with cuts inside layers) that fits in memory,
+    or None. Only layers that contain a cut are divided."""
     for _, (edges, rule), cutter in sorted(found, key=itemgetter(0)):
         with suppress(PipeshardError):  # with fewer divided layers, the model cannot be cut here
             if made := _made(opened(subject, cutter.names(edges)), rule, cutter.placement, m):
@@ -212,7 +214,7 @@ def _made_inside(subject: Subject, found: Iterable[Found], m: int) -> tuple[Cand
 
 
 def _made(subject: Subject, rule: Rule, placement: tuple[int, ...], m: int) -> tuple[Candidate, Searched] | None:
-    """The candidate and the schedule for the partition of `subject` and this rule, or None if they do not fit."""
+    """The candidate and the schedule for the partition of `subject` and this rule, or None if memory is exceeded."""
     p, stages = max(placement) + 1, subject.cut(subject.partition, placement).stages
     work = Cutter(subject, m, placement).work((*map(stages.index, range(len(placement))), len(stages)))
     if math.isinf(scheduled(work, m, rule)[0]):

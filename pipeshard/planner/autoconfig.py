@@ -1,4 +1,4 @@
-"""AutoConfig: stages, replicas, microbatches and schedule for the available ranks, chosen by simulating each choice."""
+"""AutoConfig: stages, replicas, microbatches and schedule for the available ranks, chosen by simulation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +25,9 @@ class Layout:
     """`dp_size` replicas of a pipeline with `pp_size` stages of `tp_size` ranks each. Together, the replicas read
     `global_batch` samples per step.
 
-    A step has the same microbatches under every layout, since no microbatch is split between replicas. Therefore, the
-    loss and the gradients are the same sums up to the order of their terms, and dropout uses the same masks.
+    Layouts with the same `global_batch` and `microbatch_size` have the same microbatches in a step, since no microbatch
+    is split between replicas. Therefore, their losses and gradients are the same sums up to the order of the terms, and
+    dropout uses the same masks.
     """
 
     pp_size: int
@@ -63,8 +64,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class ToldLayout(Layout):
-    """A layout, of any subclass of Layout, that another rank has chosen. `told` is the layout's `arguments`, as
-    received."""
+    """A layout that another rank has chosen and sent, possibly an instance of a subclass of Layout. `told` is the
+    received value of the chosen layout's `arguments`."""
 
     told: dict[str, Any]
 
@@ -76,9 +77,10 @@ class ToldLayout(Layout):
 def layouts(
     ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None, tp_size: int = 1
 ) -> list[Layout]:
-    """Every legal layout of `ranks` with at most `pp_size` stages of `tp_size` ranks each, with most stages first.
+    """All legal layouts of `ranks` ranks with at most `pp_size` stages of `tp_size` ranks each, in decreasing order of
+    the number of stages.
 
-    Raises ConfigurationError if no layout is legal.
+    Raises ConfigurationError for invalid sizes, or if no layout is legal.
     """
     most = ranks if pp_size is None else pp_size
     sizes = {"ranks": ranks, "global_batch": global_batch, "microbatch_size": microbatch_size, "pp_size": most}
@@ -86,7 +88,7 @@ def layouts(
     ranks, alone = divmod(ranks, tp_size)
     if alone:
         raise ConfigurationError(
-            f"tp_size={tp_size} does not divide the {sizes['ranks']} ranks: choose a tp_size that does"
+            f"tp_size={tp_size} does not divide the {sizes['ranks']} ranks: use a divisor of the number of ranks"
         )
     microbatches, rest = divmod(global_batch, microbatch_size)
     if rest:
@@ -97,12 +99,13 @@ def layouts(
     stages = [p for p in range(min(ranks, most), 0, -1) if ranks % p == 0]
     legal = [p for p in stages if microbatches % (ranks // p) == 0]
     if not legal:
-        tried = ", ".join(f"{ranks // p} of {p} stages" for p in stages)
+        tried = ", ".join(f"{ranks // p} with pp_size={p}" for p in stages)
         raise ConfigurationError(
             f"{sizes['ranks']} ranks cannot train with pp_size={most} or less: the {microbatches} microbatches of a "
             f"step (global_batch={global_batch}, microbatch_size={microbatch_size}) are not divisible by the number of "
             f"replicas ({tried}). "
-            "Choose a global_batch with more divisors, such as 12 or 24 microbatches, or a different number of ranks"
+            "Choose a global_batch whose number of microbatches has more divisors, such as 12 or 24, or a different "
+            "number of ranks"
         )
     return [Layout(p, ranks // p, global_batch, microbatch_size, tp_size=tp_size) for p in legal]
 
@@ -130,9 +133,9 @@ class AutoConfig(Layout):
     `AutoConfig.choose`.
 
     `partition` is the number of unit calls of each stage. `time` is the time of a step in `unit`: "seconds" if units
-    were measured or `tflops` was given, otherwise "relative", where 1 is a step in which no rank is ever idle.
-    `considered` lists every combination of layout and schedule that was compared, the fastest first. Combinations for
-    which the model cannot be cut are last.
+    were measured or `tflops` was given, otherwise "relative", where 1 is the time of a step in which no rank is ever
+    idle. `considered` lists every combination of layout and schedule that was compared, the fastest first. Combinations
+    for which the model cannot be cut are last.
     """
 
     schedule: str
@@ -173,13 +176,13 @@ class AutoConfig(Layout):
         link: str | Sequence[str] | None = None,
         device_speed: str | Sequence[float] | None = None,
     ) -> Self:
-        """Choose the layout and the schedule for `ranks` by simulating steps of `global_batch` samples.
+        """Choose the layout and the schedule for `ranks` ranks by simulating steps of `global_batch` samples.
 
         Arguments not listed here are the same as in `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
-        or is None. Of the combinations that are at most 3 % slower than the fastest, `choose` takes the one with the
-        fewest stages, then with the simplest schedule. Without `link`, messages take no time. The time to reduce
-        gradients across replicas is never counted, so without `device_memory`, replicas of the unsplit model are the
-        fastest.
+        or is None. Of the combinations that are at most 3 % slower than the fastest, `choose` returns the one with the
+        fewest stages and, of these, the one with the simplest schedule. Without `link`, messages take no time. The time
+        to reduce gradients across replicas is never counted, so without `device_memory`, replicas of the unsplit model
+        are the fastest.
 
         Args:
             microbatch_size: the number of samples in a microbatch, or several sizes to choose from. Only measured times
@@ -187,7 +190,7 @@ class AutoConfig(Layout):
                 `partition="profile:times.json"` keeps the times of each size in its own file (times-2.json).
             schedules: the schedules to choose from.
             pp_size: the largest number of stages; by default the number of ranks.
-            device_memory: one value for all `ranks`, or one per rank, as for `device_speed`. A stage is assumed to have
+            device_memory: one value for all ranks, or one per rank, as for `device_speed`. A stage is assumed to have
                 the smallest memory, the lowest speed and the slowest link of its ranks in all replicas.
             tp_size: the number of ranks across which each stage is sharded; a layout divides `ranks / tp_size` into
                 stages and replicas.
@@ -254,7 +257,7 @@ def _legal(
 
 
 def _of_size(partition: str, size: int) -> str:
-    """The partition with a file of its own for the times of this microbatch size, if it names a file."""
+    """Add the microbatch size to the file name of a "profile:PATH" partition. Returns other partitions unchanged."""
     file = partition.partition(":")[2] if is_profile(partition) else ""
     return f"profile:{(path := Path(file)).with_stem(f'{path.stem}-{size}')}" if file else partition
 

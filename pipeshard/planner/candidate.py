@@ -127,7 +127,7 @@ def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 TRIES = 64
-# The limits of one stage: an upper bound of its bytes during each part (None: the end of a step).
+# The limits of one stage: an upper bound on its bytes during each part (None: the end of a step).
 StageCaps = tuple[tuple[Part | None, float], ...]
 Caps = tuple[StageCaps, ...]
 FIRST = Part(1, has_gradients=False, is_running=True)
@@ -146,8 +146,8 @@ def fit(
 
     With one stage per rank, a rank's memory depends only on its own calls, and dynamic programming finds the best
     partition. With several stages per rank, the search is best-first: if a rank exceeds its limit, one of the rank's
-    stages must become smaller, so each choice of this stage gives a new partition. At most `TRIES` partitions are
-    visited, in the order of their cost.
+    stages must become smaller, so for each of these stages, the search adds the best partition in which this stage is
+    smaller. It visits at most `TRIES` partitions, in the order of their cost.
     """
     order = itertools.count()
     num_stages = len(program.placement)
@@ -197,8 +197,9 @@ def _alone(moments: Sequence[Moment]) -> list[Part]:
 def _heaviest(
     moments: Sequence[Sequence[Moment]], runs: Sequence[tuple[int, int]], footprint: Footprint, limits: Sequence[int]
 ) -> tuple[dict[int, tuple[Part | None, int]], int]:
-    """The moment at which a rank exceeds its limit the most. Returns a dict that maps each stage of this rank to the
-    stage's part (None: the end of a step) and bytes, and the rank's excess in bytes (at most 0 if all ranks fit)."""
+    """Find the moment at which a rank exceeds its limit the most. Returns a dict that maps each stage of this rank to
+    the stage's part (None: the end of a step) and bytes, and the rank's excess in bytes (at most 0 if all ranks
+    fit)."""
     found = list[tuple[Sequence[tuple[int, Part | None]], int]]()
     for of_rank, limit in zip(moments, limits, strict=True):
         stages = [s for s, _ in of_rank[0]]
@@ -221,9 +222,9 @@ class Subject:
 
     `forms` are the forms of the parameters under `training`. `in_seconds` is whether the costs are in seconds, and
     `recomputed` whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks. `again`
-    studies the model with a partition by names, which may be inside layers; it is None if only whole layers are units.
-    `known_sums` are the `sums`, if they are known without rounding errors. `before_policy` are the costs that the
-    policy's own `costs` changes, if it has one.
+    returns the Subject of the same model with a partition by module names, which may be inside layers; it is None if
+    cuts inside layers are not supported. `known_sums`, if not empty, replaces the `sums` computed from `costs`, which
+    have rounding errors. If the policy overrides `costs`, `before_policy` contains each call's cost before that.
     """
 
     model: nn.Module
@@ -257,7 +258,7 @@ class Subject:
         return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
-        """A copy of the subject with this number of replicas, which shares its policies."""
+        """A copy of the subject for `dp_size` replicas. Both share the policies."""
         training = replace(self.training, dp_size=dp_size)
         return replace(self, training=training, footprint=self.footprint.trained(training))
 
@@ -280,8 +281,8 @@ class Subject:
 class Candidate:
     """The model cut into the stages of `program`.
 
-    A partition given by name is replaced by one that fits, if a rank would exceed its limit and such a partition is
-    found. Raises PartitionError if the model cannot be cut.
+    A partition given as a rule, such as "auto", is replaced with one that fits, if a rank would exceed its limit and
+    such a partition is found. Raises PartitionError if the model cannot be cut.
     """
 
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:
@@ -331,8 +332,8 @@ class Candidate:
 
     @property
     def cuts(self) -> Cuts:
-        """The partition to pass to the plugin: the modules to cut after if a cut is inside a layer, otherwise the
-        number of calls of each stage."""
+        """The partition to pass to the plugin: the modules to cut after if the subject's partition names modules,
+        otherwise the number of calls of each stage."""
         return self.subject.partition if named_modules_of(self.subject.partition) else self.counts
 
     @property

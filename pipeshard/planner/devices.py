@@ -49,7 +49,7 @@ class Link:
 def _quantity(link: Any, name: str, text: str, units: Mapping[str, float]) -> float:
     found = re.fullmatch(r"\s*([-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*(\D*?)\s*", text)
     if found is None:
-        raise ConfigurationError(f"link={link!r}: {text!r} is not a {name}. Write bandwidth and latency as 50GB/s,10us")
+        raise ConfigurationError(f"link={link!r}: {text!r} is not a {name}. Write a link as 50GB/s or 50GB/s,10us")
     number, unit = found.groups()
     if unit not in units:
         near = hint(unit if units is LATENCIES else unit[:1].upper() + unit[1:], units)
@@ -79,7 +79,7 @@ class Devices:
     def parse(
         cls, ranks: int, memory: Any = None, speeds: Any = None, links: Any = None, limit: str = "device_memory"
     ) -> Self:
-        """Parse the arguments of `plan` that describe devices. `limit` is the user's name for `memory`. Raises
+        """Parse the arguments of `plan` that describe devices. Errors call `memory` by the name `limit`. Raises
         ConfigurationError for invalid values."""
         return cls(
             () if memory is None else _each(limit, memory, ranks, partial(parse_bytes, name=limit)),
@@ -114,8 +114,7 @@ class Devices:
         return ", ".join(map(format_bytes, self.memory if len({*self.memory}) > 1 else self.memory[:1]))
 
     def excess(self, memory: Sequence[Memory]) -> list[int]:
-        """The bytes by which each rank exceeds its limit. Without limits, these are the bytes of the total memory of
-        each rank."""
+        """The bytes by which each rank exceeds its limit. Without limits, the total bytes of each rank."""
         return [each.total - limit for each, limit in zip(memory, self.memory or (0,) * len(memory), strict=True)]
 
     def transfers(self, placement: Sequence[int], sizes: Iterable[tuple[float, float]]) -> dict[str, list[float]]:
@@ -169,7 +168,7 @@ def _speed(value: Any) -> float:
     except (TypeError, ValueError):
         speed = math.nan
     if not 0 < speed < math.inf:
-        raise ConfigurationError(f"device_speed must be positive numbers, one per rank, such as 1.0,0.6, got {value!r}")
+        raise ConfigurationError(f"device_speed: {value!r} is not a positive number. Pass one per rank, as in 1.0,0.6")
     return speed
 
 

@@ -1,4 +1,4 @@
-"""Inside: the places inside layers at which a model can be cut, if the children of a layer are units."""
+"""Inside: the places inside layers at which a model can be cut, if the children of layers become units."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -17,15 +17,16 @@ from pipeshard.split.boundary import forbidden_cuts, live_values
 from pipeshard.split.partition import Cost
 
 CHILDREN = 16  # the largest number of units that a layer may become
-SHARE = 0.1  # the smallest part of a layer's cost that a cut inside the layer may separate
+SHARE = 0.1  # the smallest fraction of a layer's cost that a cut inside the layer may separate
 
 
 @dataclass(frozen=True)
 class Inside:
-    """A `subject` in which the children of layers are units. `edges` contains the index of the first call for each call
-    of the model with whole layers, and finally the number of all calls. `names` maps each call before which a cut is
-    possible to the name of the module before the cut. `inner` contains the keys of `names` that are inside a layer.
-    `sent` are the bytes that cross a cut before each call, and the bytes of the gradients that are sent back."""
+    """A `subject` in which the children of layers are units. For each call of the model with whole layers, `edges`
+    contains the index of the first corresponding call in `subject`; the last entry is the number of calls in `subject`.
+    `names` maps each call before which a cut is possible to the name of the module before the cut. `inner` contains the
+    keys of `names` that are inside a layer. For a cut before each call, `sent` contains the bytes that cross the cut,
+    and the bytes of the gradients that are sent back."""
 
     subject: Subject
     edges: tuple[int, ...]
@@ -43,7 +44,7 @@ def inside(subject: Subject) -> Inside | None:
         return None
     try:
         fine = opened(subject, openings)
-    except PipeshardError:  # the children of a layer cannot be units, such as experts that glue selects
+    except PipeshardError:  # children of a layer, such as experts that glue selects, cannot be units
         return None
     edges = edges_of(subject.flow, fine.flow)
     live = _crossing(subject.flow, fine.flow, edges)
@@ -58,9 +59,9 @@ def inside(subject: Subject) -> Inside | None:
 
 
 def opened(subject: Subject, names: Sequence[str]) -> Subject:
-    """`subject` with a cut after each module of `names`. The children of layers that contain such a module are units,
-    and share the costs of their layer. Raises PartitionError if units are called in a different order, and TraceError
-    if the model cannot be traced."""
+    """Study the model of `subject` with the modules `names` as partition. In layers that contain such a module, the
+    children are units, and the layer's cost is divided among them. Raises PartitionError if the model cannot be cut
+    this way or calls its units in a different order, and TraceError if it cannot be traced."""
     if subject.again is None:
         raise PartitionError("the model cannot be cut inside its layers")
     made = subject.again(names)
@@ -78,15 +79,16 @@ def opened(subject: Subject, names: Sequence[str]) -> Subject:
 
 
 def divided(whole: Cost, parts: Sequence[Cost]) -> list[Cost]:
-    """Divide the cost of a layer among its children, in proportion to their own costs."""
+    """Divide the cost of a layer among its children, in proportion to the children's costs."""
     sums = [sum(kind) for kind in zip(*parts, strict=True)]
     shares = [[part / total if total else 1 / len(parts) for part, total in zip(each, sums)] for each in parts]
     return [Cost(*(time * share for time, share in zip(whole, each))) for each in shares]
 
 
 def edges_of(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
-    """The first call of `fine` for each call of `whole`, then the number of calls of `fine`. Raises PartitionError if
-    the calls of `fine` are not those of `whole`, or of its children, in the same order."""
+    """For each call of `whole`, the index of the first corresponding call of `fine`; finally, the number of calls of
+    `fine`. Raises PartitionError unless `fine` has the calls of `whole` in the same order, where consecutive calls of
+    modules inside a unit may replace a call of the unit."""
     edges, known = [0], {call.unit for call in fine.calls}
     for call in whole.calls:
         end = edges[-1]
@@ -105,7 +107,7 @@ def edges_of(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
 
 def _openings(model: nn.Module, flow: Dataflow) -> list[str]:
     """For each unit that is called once and has several children with parameters, the name of one child. Units that
-    would become many units, such as the experts of a layer, are omitted."""
+    would become more than `CHILDREN` units, such as a layer with many experts, are omitted."""
     times = Counter(call.unit for call in flow.calls)
     found = {name: _first_child(name, model.get_submodule(name)) for name, count in times.items() if count == 1}
     units = find_units(model, filter(None, found.values()))
@@ -114,7 +116,8 @@ def _openings(model: nn.Module, flow: Dataflow) -> list[str]:
 
 
 def _first_child(name: str, unit: nn.Module) -> str:
-    """The name of the first of several children with parameters, in `unit` or in its only child with parameters."""
+    """The name of the first child with parameters, if `unit` has several. The result for the child if `unit` has only
+    one, and "" if it has none."""
     children = [each for each in unit.named_children() if next(each[1].parameters(), None) is not None]
     if not children:
         return ""
@@ -129,8 +132,8 @@ def _last_calls(flow: Dataflow) -> dict[int, str]:
 
 
 def _cheapest(costs: Sequence[float], edges: Sequence[int], possible: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The cuts inside each layer across which the fewest bytes are sent. Cuts that separate almost nothing from a layer
-    are omitted."""
+    """The cuts inside each layer across which the fewest bytes are sent. Omits cuts that separate less than the
+    fraction `SHARE` of the layer's cost."""
     found = []
     for start, end in pairwise(edges):
         least = SHARE * sum(costs[start:end])

@@ -61,8 +61,9 @@ def check_positive(**sizes: Any) -> None:
 # States per parameter, each as large as its gradient.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "adamw_fused": 2, "sgd": 1, "none": 0}
 WITH_ROOTS = ("adamw", "adam")  # optimizers that compute the square roots of all second moments together, on a GPU
-OF_TRAINER = "trainer_"  # prefix of an optimizer whose states of embeddings a Trainer keeps in fp32
-# States of bitsandbytes, with one scale per BLOCK elements, but in fp32 for parameters of fewer than SMALL elements.
+OF_TRAINER = "trainer_"  # prefix of optimizers for which a Trainer keeps the states of embeddings in fp32
+# States per parameter in 8 bits, with one fp32 scale per BLOCK elements (bitsandbytes). If a parameter has fewer than
+# SMALL elements, its states are in fp32.
 IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1, "trainer_adamw_8bit": 2, "trainer_lion_8bit": 1}
 BLOCK, SMALL = 256, 4096
 FULL = 4  # bytes of an fp32 element
@@ -72,11 +73,11 @@ FULL = 4  # bytes of an fp32 element
 class Memory:
     """Bytes on a device, by purpose.
 
-    `values` are the fp32 master weights of 16-bit parameters, or the shards that a replica keeps with fsdp. The peak is
-    during a backward: microbatches keep `activations`, the backward has allocated or recomputed `temporary` bytes more
-    than it has freed, and `absent` bytes of gradients do not exist yet. `update` is the temporary memory at the end of
-    a step, when no activations exist, so `total` counts only the larger of `backward` and `update`. `host` is host
-    memory, which `total` does not include.
+    `values` are the fp32 master weights of 16-bit parameters, or the shards that a replica keeps with fsdp. At the peak
+    of the backward passes, microbatches keep `activations`, the running backward has allocated or recomputed
+    `temporary` bytes more than it has freed, and `absent` bytes of gradients do not exist yet. `update` is the
+    temporary memory at the end of a step, when no activations exist, so `total` counts only the larger of `backward`
+    and `update`. `host` is host memory, which `total` does not include.
     """
 
     parameters: int = 0
@@ -96,7 +97,7 @@ class Memory:
 
     @property
     def backward(self) -> int:
-        """The additional memory, beyond `always`, at the peak. The peak is during a backward."""
+        """The memory in addition to `always` at the peak of the backward passes."""
         return self.activations + self.temporary - self.absent
 
     @property
@@ -111,8 +112,8 @@ class Memory:
 @dataclass(frozen=True)
 class Forms:
     """The forms in which a rank holds parameters. `lowered` contains the parameters that are cast to 16 bits, `sliced`
-    contains the number of a rank's elements of each sharded parameter, and `packed` contains the layer of each
-    quantized parameter. `embeddings` contains the weights of `nn.Embedding`s."""
+    maps each sharded parameter to the number of elements of a rank's shard, and `packed` maps each quantized parameter
+    to its layer. `embeddings` contains the weights of `nn.Embedding`s."""
 
     lowered: Container[Tensor] = ()
     sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
@@ -126,20 +127,20 @@ class Forms:
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of training that affect memory: arguments of the plugin with the same names, and the optimizer.
+    """The training settings that affect memory: the plugin's arguments of the same names, and the optimizer.
     "adamw", "adam" and "adamw_fused" (`fused=True`) have two states per parameter, "sgd" (with momentum) has one, and
     "none" has none. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers; "trainer_adamw_8bit" and
     "trainer_lion_8bit" are the same optimizers in a Trainer, which keeps the states of embeddings in fp32.
 
     With `precision` "bf16" or "fp16", parameters are 16-bit, and gradients, master weights and states are fp32.
     `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards the states and the
-    master weights (with "fp32", the parameters themselves). Within a step, a stage's parameters and gradients are
-    unsharded. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, parameters of experts across
+    master weights (with "fp32", the parameters themselves); within a step, unsharded parameters and gradients exist in
+    addition. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, and parameters of experts across
     `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the activations of at most two microbatches on
     its device; with "optimizer" or "both", the states, the fp32 master weights, and copies of the gradients are on the
     host.
 
-    Raises ConfigurationError for arguments that the plugin would refuse.
+    Raises ConfigurationError for an unknown optimizer, and for arguments that the plugin would refuse.
     """
 
     optimizer: str = "adamw"
@@ -186,7 +187,7 @@ class Training:
 
     def moments(self, actions: Sequence[Action]) -> list["Moment"]:
         """The distinct moments of a rank: the parts of all its stages during each B and W of the rank. A stage has
-        gradients when its first microbatch is complete."""
+        gradients once its first microbatch is complete."""
         compute = [action for action in actions if action.kind.is_compute]
         last = {action[1:]: action for action in compute}
         stages, trained, found = sorted({action.stage for action in compute}), set[int](), dict[Moment, None]()
@@ -258,9 +259,9 @@ class Training:
 
     def update(self, gradients: int) -> int:
         """The temporary bytes at the end of a step, given the bytes of the gradients. These bytes are the larger of two
-        sizes: the messages between the ranks that hold a weight (two are in flight), and the square roots of the second
-        moments. torch's AdamW computes these roots together on a GPU (`foreach`), unless it is fused or the states are
-        on the host."""
+        sizes: the messages that sum gradients over ranks with the same weights (at most two are in flight), and the
+        square roots of the second moments. torch's AdamW computes these roots together on a GPU (`foreach`), unless it
+        is fused or the states are on the host."""
         messages = min(2 * BUCKET, gradients) if self.dp_size * self.ep_size > 1 else 0
         has_roots = self.optimizer in WITH_ROOTS and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)
@@ -326,17 +327,18 @@ class Footprint:
         ]
         self._waiting = [a - b for a, b in zip(of_w, left, strict=True)]
         needed = [*itertools.accumulate(map(operator.mul, of_w, recomputes), initial=0)]
-        self._needed = {True: needed, False: [0] * len(needed)}  # by a W, of the recomputed activations before a call
+        # by `splits`: for each call, the bytes of recomputed activations of earlier calls that W needs
+        self._needed = {True: needed, False: [0] * len(needed)}
         self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
 
     def entered(self, entering: Sequence[Mapping[Hashable, int]]) -> "Footprint":
-        """The footprint of the same calls if these values, with their sizes, enter at each call."""
+        """A copy in which these values, mapped to their bytes, cross a cut before each call and receive gradients."""
         other = copy.copy(self)
         other._entering = list(entering)
         return other
 
     def trained(self, training: Training) -> "Footprint":
-        """The footprint of the same calls with other settings of training."""
+        """A copy with different training settings."""
         other = copy.copy(self)
         other._count(training)
         return other
@@ -365,8 +367,8 @@ class Footprint:
         return self._totals[key]
 
     def repeated(self, runs: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """The bytes of permanent memory, and of gradients, by which the sums over these runs of a rank are too large,
-        because a tied parameter counts in each run, but the rank holds the parameter once."""
+        """The bytes of permanent memory, and of gradients, by which the sums over these runs of one rank are too large:
+        a tied parameter counts in each run, but the rank holds it once."""
         always = gradients = 0
         for calls, sizes in self._twice.items() if len(runs) > 1 else ():
             holding = sum(any(start <= call < self._end(end) for call in calls) for start, end in runs)
@@ -398,13 +400,13 @@ class Footprint:
 
     def waiting(self, start: int, end: int) -> int:
         """The bytes that a microbatch keeps between B and W, minus the bytes that it keeps before B. The two differ
-        because B recomputes the inputs of trained weights, and frees the activations of frozen units."""
+        because B recomputes the inputs of trained weights, and frees the activations of units without W."""
         return sum(self._waiting[start : self._end(end)])
 
     def temporary(self, start: int, end: int, first: bool = False, splits: bool = False) -> int:
         """The peak, during a backward of this stage, of the bytes that the backward has allocated minus the activations
         that it has freed. The `first` backward also allocates the gradients. If W follows (`splits`), the backward
-        keeps what W needs of recomputed activations."""
+        keeps the recomputed activations that W needs."""
         end, kept, gradients = self._end(end), self._kept.total, self._gradients.total
         needed = self._needed[splits]
         if (start, first, splits) not in self._peaks:

@@ -51,8 +51,9 @@ def build(
     The default is the config's dtype or, if the config has none, bf16. A positive `lora` is the rank of adapters on the
     layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers; only the adapters are then
     trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the `quantization_config` of
-    `from_pretrained`; with `as_saved`, also those that the folder has in 4 or 8 bits. With `trust_remote_code`,
-    code in the folder is executed. Raises ConfigurationError for a missing or unknown model, and for invalid arguments.
+    `from_pretrained`. With `as_saved`, weights that the folder stores in 4 or 8 bits are also quantized; otherwise, the
+    folder's quantization is ignored. With `trust_remote_code`, code in the folder is executed. Raises
+    ConfigurationError for a missing or unknown model, and for invalid arguments.
     """
     config = _config(source, dict(map(_field, fields)), trust_remote_code)
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -103,7 +104,7 @@ def _packing(config: Any, source: str, given: BitsAndBytesConfig | None, lora: i
             "quantization_config=null"
         )
     if given is not None:
-        raise ConfigurationError(f"{what} already: omit --quantize")
+        raise ConfigurationError(f"{what}, so they cannot be quantized again: omit --quantize")
     if not lora:
         raise ConfigurationError(f"{what}, so there is nothing to train: add adapters with --lora RANK")
     packing: BitsAndBytesConfig = quantization_of(config, source, given)
@@ -150,14 +151,14 @@ def _config(source: str, fields: dict[str, Any], trust_remote_code: bool) -> Any
         key = min(unknown)
         close = difflib.get_close_matches(key, [name for name in config.to_dict() if name not in fields], n=2)
         hint = f": did you mean {' or '.join(close)}?" if close else ""
-        raise ConfigurationError(f"{type(config).__name__} has no {key}{hint}")
+        raise ConfigurationError(f"{type(config).__name__} has no field {key}{hint}")
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any token will do
     return config
 
 
 def _reads(config: Any, key: str) -> bool:
-    """Whether the model's code reads this config field. The config may lack the field: Qwen3-MoE reads head_dim."""
+    """Whether the model's code reads this config field. A config may lack such a field: Qwen3-MoE reads head_dim."""
     code = inspect.getsource(sys.modules[_class_of(config).__module__])
     return re.search(rf"""config\.{key}\b|["']{key}["']""", code) is not None
 
@@ -169,16 +170,17 @@ def _of_hub(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     except (OSError, ValueError):
         raise ConfigurationError(
-            f"{name} does not exist: pass a folder, a config.json or a model type, or download the config of a Hugging "
-            f"Face Hub model once with huggingface_hub.hf_hub_download({name!r}, 'config.json')"
+            f"{name} is neither a local path nor a model in the Hugging Face cache: pass a folder, a config.json or a "
+            f"model type, or download the config of a Hub model once with huggingface_hub.hf_hub_download({name!r}, "
+            "'config.json')"
         ) from None
 
 
 def _what(source: str, path: Path, error: Exception) -> str:
     if path.exists() and "trust_remote_code" in str(error):
         return (
-            f"{source} requires code of its own, which this command does not run: in Python, pass a model that "
-            "from_pretrained(..., trust_remote_code=True) has built"
+            f"{source} requires custom code, which this command does not run: in Python, pass a model built with "
+            "from_pretrained(..., trust_remote_code=True)"
         )
     if path.exists():
         return f"{source} does not contain a valid model config: {summary(error)}"

@@ -45,10 +45,10 @@ def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
 class StagePlan:
     """The plan of one stage. If ranks have several chunks, each chunk is a stage.
 
-    `units` abbreviates the names of the stage's `calls` unit calls. `parameters` is the number of its parameters'
-    elements. `forward`, `backward` and `weight` are the times of F, B and W of one microbatch. In a schedule without W,
-    a B takes `backward` + `weight`. `memory` is the stage's part of its rank's peak, at which `alive` microbatches keep
-    `kept` bytes each. A parameter that an earlier stage of the rank also holds counts only in the earlier stage.
+    `units` abbreviates the names of the stage's `calls` unit calls. `parameters` is the number of elements of its
+    parameters. `forward`, `backward` and `weight` are the times of F, B and W of one microbatch. In a schedule without
+    W, a B takes `backward` + `weight`. `memory` is the stage's part of its rank's peak, at which `alive` microbatches
+    keep `kept` bytes each. A parameter that an earlier stage of the rank also holds counts only in the earlier stage.
     `enters` are the values that the stage receives from the previous stage, in a message of `received` bytes. The stage
     sends back `returned` bytes of gradients. `received` and `returned` are 0 if the previous stage is on the same rank.
     """
@@ -75,7 +75,7 @@ SHOWN_UNITS = 5  # the largest number of names that `in_short` lists
 def in_short(names: Sequence[str]) -> str:
     """Join names, and merge names that differ only in consecutive numbers: embed, layers.0-11, norm.
 
-    If there are more than `SHOWN_UNITS` names, only the first and the last are kept.
+    If more than `SHOWN_UNITS` names remain, only the first and the last are kept.
     """
     groups: list[tuple[str, str, int, int]] = []  # before the number, after it, the first and last number
     for name in names:
@@ -133,7 +133,7 @@ class Estimate:
 
 class InSlices(NamedTuple):
     """The estimate of a schedule with microbatches that are split into `n` slices of equal time: the time of a step,
-    the idle share of all ranks' time, and the bytes of each rank."""
+    the idle share of all ranks' time, and the peak bytes of each rank."""
 
     n: int
     time: float
@@ -157,7 +157,7 @@ class Plan:
     "relative", where 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
     without idle time takes `num_microbatches`. `stages` are the stages of `schedule`, which is the `recommended`
     schedule (for the `reason` given) unless another schedule was requested. `cuts` can be passed to the plugin as
-    `partition`: the number of unit calls of each stage or, if a cut is inside a layer, the modules to cut after.
+    `partition`: the number of unit calls of each stage or, if cuts are given by module names, the modules to cut after.
     `training` has the other settings that determine the memory. `devices` are the ranks' devices and their links.
     `searched` is the schedule if a search has found it, otherwise None. `unused` maps each module that the batch does
     not use to its number of parameters.
@@ -223,7 +223,7 @@ class Plan:
         return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), **self.transfers())
 
     def in_slices(self) -> list[InSlices]:
-        """Estimate `schedule` with 1 to 16 slices. Raises ConfigurationError if the schedule does not support
+        """Estimate `schedule` with 1, 2, 4, 8 and 16 slices. Raises ConfigurationError if the schedule does not support
         slices."""
         refuse_unsliced(self.schedule)
         costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))

@@ -36,7 +36,7 @@ from pipeshard.split.policy import Policy, find_policy, is_plain
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import glue_parameters, tie_on_meta
 
-# The simplest schedule, with the fewest risks and messages and the least memory, first.
+# The order of preference for schedules that are about equally fast: the simplest first.
 SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min", AUTO)
 NEAR = 0.03  # the fraction by which a simpler schedule may be slower
 
@@ -71,7 +71,7 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
     fitting = [e.name for e in others if e.fits]
     static = sum(memory.always for memory in candidate.memory)
     least = -(-static // max(candidate.subject.devices.memory))
-    hints = [f"schedule {' or '.join(fitting)}, which fits"] if fitting else []
+    hints = [f"schedule {' or '.join(fitting)} (fits)"] if fitting else []
     if any(memory.activations > memory.total // 4 for memory in candidate.memory):
         hints.append("shorter or fewer samples in a microbatch")
         subject = candidate.subject
@@ -124,13 +124,13 @@ def plan(
     Args:
         schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended schedule.
             "auto" searches for a schedule within `device_memory` (by default, the most memory that a rank needs with
-            1F1B). If a known schedule is as fast, it is shown instead.
-        partition: same as in `PipelinePlugin`. A partition given by name is changed if a rank would exceed
-            `device_memory`.
+            1F1B). If a known schedule is at least as fast, it is shown instead.
+        partition: same as in `PipelinePlugin`. If a rank would exceed `device_memory`, a rule such as "auto" is
+            replaced with a partition that fits, if one is found.
         device_memory: one value for all ranks, such as "80GB" or a number of bytes, or one value per rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (one, with momentum) or "none"; a state is as large as the
             parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit" are
-            bitsandbytes optimizers, in a Trainer "trainer_adamw_8bit" and "trainer_lion_8bit".
+            bitsandbytes optimizers; if a Trainer creates them, pass "trainer_adamw_8bit" or "trainer_lion_8bit".
         precision: same as in `PipelinePlugin`: "bf16" and "fp16" need fp32 gradients, master weights and states in
             addition to the 16-bit parameters.
         dp_size: same as in `PipelinePlugin`.
@@ -156,8 +156,8 @@ def plan(
             `partition="speed:1.0,0.6"`, otherwise 1.
 
     Raises PartitionError if the requested schedule (by default, every schedule) is impossible or needs more than
-    `device_memory`, ConfigurationError for invalid arguments, UsageError if the model returns no loss, and TraceError
-    if the model cannot be traced.
+    `device_memory`, ConfigurationError for invalid arguments, BatchError for an invalid batch or if none can be
+    generated, UsageError if the model returns no loss, and TraceError if the model cannot be traced.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
@@ -192,8 +192,8 @@ def plan(
         rank = max(range(pp_size), key=devices.excess(shown.memory).__getitem__)
         raise PartitionError(
             f"with schedule {shown.program.name!r}, rank {rank} of {pp_size} needs {shown.memory[rank]}, but its "
-            f"device_memory is {format_bytes(devices.memory[rank])}: no partition was found that fits. Possible "
-            f"remedies: {what_would_help(shown, estimates)}"
+            f"device_memory is {format_bytes(devices.memory[rank])}. Possible remedies: "
+            f"{what_would_help(shown, estimates)}"
         )
     return Plan(
         model=type(model).__name__,
@@ -218,7 +218,7 @@ def plan(
 
 
 def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
-    """The number of parameters of each module of which the trace uses no parameter, without the modules inside it."""
+    """The number of parameters of each module whose parameters the trace does not use. Omits modules inside them."""
     named = dict(model.named_parameters())
     used = {p for call in flow.calls for p in model.get_submodule(call.unit).parameters()}
     used |= {named[name] for name in glue_parameters(flow)}
@@ -258,8 +258,8 @@ def automatic(subject: Subject, p: int, m: int) -> Automatic:
     found: list[tuple[Candidate, Schedule]] = [each for each in (known, searched) if each]
     if not found:
         raise PartitionError(
-            f"schedule={AUTO!r} found no program that fits in {subject.devices.limits} on each of {p} ranks. Use more "
-            "memory, more stages, or activation recompute"
+            f"schedule={AUTO!r} found no program that fits in the memory of {p} ranks (limit per rank: "
+            f"{subject.devices.limits}). Use more memory, more stages, or activation recompute"
         )
     return Automatic(*min(found, key=_time), known and known[0])
 
@@ -323,8 +323,8 @@ def study(
 
 
 def own_costs(model: nn.Module, flow: Dataflow, policy: type[Policy], costs: Sequence[Cost]) -> list[Cost]:
-    """These costs, with the proportions between the calls that the policy's own `costs` returns. The sum of all costs,
-    and the proportions of F, B and W within a call, do not change."""
+    """Scale these costs to the proportions between the calls that the policy's own `costs` returns. The sum of all
+    costs, and the proportions of F, B and W within a call, do not change."""
     whole = type(policy.__name__, (policy,), {"distribute_layers": Policy.distribute_layers})
     own = whole(model, flow, 0, 1, costs=[sum(cost) for cost in costs]).costs()
     total = sum(map(sum, costs)) / (sum(own) or 1.0)

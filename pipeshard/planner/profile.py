@@ -33,8 +33,8 @@ from pipeshard.private import reparametrized, tree_map_only, tree_tensors, tree_
 from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of random parameters
-# Warm-up runs are not counted. The first allocates the gradients that later runs accumulate into, and the next few may
-# still allocate memory from the system; the run of an embedding then takes five times as long.
+# Warm-up runs are not counted. The first run allocates the gradients that later runs accumulate into, and the next few
+# may still allocate memory from the system; the run of an embedding then takes five times as long.
 WARM_UPS = 3
 COLD = 64 * 2**20  # bytes written before F and B to clear the caches, as other units do in a step
 
@@ -81,8 +81,8 @@ class Stopwatch:
         return Cost(forward, middle - start, _now(self.device) - middle)
 
     def _placed(self, leaf: Any, made_up: bool) -> Any:
-        """Copy an argument to the device, with random values if it is a floating-point tensor that other units
-        compute."""
+        """Copy an argument to the device, with random values if it is a floating-point tensor that
+        depends on results of other units."""
         if isinstance(leaf, MutableMapping):
             placed = copy.copy(leaf)
             placed.update(tree_map_only(Tensor, lambda t: self._placed(t, True), dict(leaf)))
@@ -207,9 +207,9 @@ class Profile:
     def _refuse(self, what: str, measured: Any, now: Any) -> None:
         if measured != now:
             raise ConfigurationError(
-                f"the profile does not match: its {what} differ ({_first_difference(measured, now)}). The profile was "
-                f"measured on {self.device} with torch {self.torch}. Profile this model again, with the microbatch "
-                "size of this run"
+                f"the profile does not match this run: the {what} differ ({_first_difference(measured, now)}). The "
+                f"profile was measured on {self.device} with torch {self.torch}. Profile this model again, with the "
+                "microbatch size of this run"
             )
 
 
@@ -224,10 +224,10 @@ def profile_units(
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
     Each kind of unit runs alone in training mode, forward and backward, three times to warm up and `repeats` times for
-    the median. Inputs that other units compute are random values in the shapes of the trace. Masks and positions are
-    computed by the model. Parameters that are not on `device` are also random. If a unit fails on these values, its
-    time is estimated from the times of the other units, with a warning. Only one unit is on the device at a time. The
-    time of the last call includes the loss, which the model or `criterion` computes.
+    the median. Floating-point inputs that depend on results of other units are random values of the same shapes.
+    Masks and positions are computed by the model. Parameters that are not on `device` are also random. If a unit fails
+    on these values, its time is estimated from the times of the other units, with a warning. Only one unit is on the
+    device at a time. The time of the last call includes the loss, which the model or `criterion` computes.
 
     Raises ConfigurationError if the unit calls for the batch differ from the calls in `flow`, and UsageError if no unit
     could be timed.
@@ -307,14 +307,14 @@ def shapes_of(microbatch: Batch) -> dict[str, tuple[int, ...]]:
 
 
 def _first_difference(measured: Any, now: Any) -> str:
-    """The first difference, as "<now>, not <measured>"."""
+    """The first difference between this run and the profile, as text."""
     if isinstance(now, dict):
         name = next(name for name in [*measured, *now] if measured.get(name) != now.get(name))
-        return f"{name} is {now.get(name)}, not {measured.get(name)}"
+        return f"{name} is {now.get(name)} in this run, {measured.get(name)} in the profile"
     if len(measured) != len(now):
-        return f"{len(now)}, not {len(measured)}"
+        return f"{len(now)} in this run, {len(measured)} in the profile"
     was, is_now = next((a, b) for a, b in zip(measured, now) if a != b)
-    return f"{is_now}, not {was}"
+    return f"{is_now} in this run, {was} in the profile"
 
 
 def measured_costs(

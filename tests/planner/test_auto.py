@@ -185,7 +185,7 @@ def test_a_plan_has_the_arguments_of_the_plugin(p: int, schedule: str) -> None:
 
 @pytest.mark.turns
 def test_a_limit_that_nothing_fits_in_is_named() -> None:
-    with pytest.raises(PartitionError, match=r"found no program that fits in 1\.00 kB on each of 2 ranks"):
+    with pytest.raises(PartitionError, match=r"fits in the memory of 2 ranks \(limit per rank: 1\.00 kB\)"):
         automatic(subject().on(Devices.parse(2, 1000)), 2, M)
 
 

@@ -47,7 +47,7 @@ def test_a_link_is_read(text: str, bandwidth: float, latency: float) -> None:
         ({"links": "50GB/s,10"}, "'' is not a unit of latency: the known names are ns, us, ms, s"),
         ({"links": "-1GB/s"}, "link='-1GB/s': the bandwidth must be positive, and the latency non-negative"),
         ({"links": "1GB/s,-1us"}, "the latency non-negative"),
-        ({"links": "fast"}, "link='fast': 'fast' is not a bandwidth. Write bandwidth and latency as 50GB/s,10us"),
+        ({"links": "fast"}, "link='fast': 'fast' is not a bandwidth. Write a link as 50GB/s or 50GB/s,10us"),
         ({"links": ["1GB/s", "1GB/s", "1GB/s"]}, "3 links for 3 ranks: pass one link for all ranks, or 2"),
         (
             {"memory": "1GB,2GB"},
@@ -55,8 +55,8 @@ def test_a_link_is_read(text: str, bandwidth: float, latency: float) -> None:
         ),
         ({"memory": ["1GB", "much", 3]}, "device_memory='much' is not a size"),
         ({"speeds": "1,0.5"}, "device_speed='1,0.5' has 2 values for 3 ranks"),
-        ({"speeds": "1,0,1"}, "device_speed must be positive numbers, one per rank, such as 1.0,0.6, got '0'"),
-        ({"speeds": [1, None, 1]}, "device_speed must be positive numbers, one per rank, such as 1.0,0.6, got None"),
+        ({"speeds": "1,0,1"}, "device_speed: '0' is not a positive number. Pass one per rank, as in 1.0,0.6"),
+        ({"speeds": [1, None, 1]}, "device_speed: None is not a positive number. Pass one per rank, as in 1.0,0.6"),
     ],
 )
 def test_what_is_not_a_device_is_refused(arguments: dict[str, Any], message: str) -> None:

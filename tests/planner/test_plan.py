@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
     with pytest.raises(PartitionError, match="alone take at least 3 ranks"):
         planned("llama", device_memory="230kB", optimizer="adamw")
     assert planned("llama", device_memory="345kB", optimizer="none", schedule="1f1b").estimate.fits
-    with pytest.raises(PartitionError, match="no partition was found"):
+    with pytest.raises(PartitionError, match=r"but its device_memory is 300 kB\. Possible remedies: "):
         planned("llama", partition=[3, 4], schedule="1f1b", device_memory="300kB")
 
 
