@@ -1,11 +1,11 @@
 """GPU check: compares real steps with the unsplit model. Run it first on a machine with GPUs.
 
-`python -m benchmarks.gpu [--device cpu] [--json FILE]` prints a table of cases: every schedule with every transport, 16
-bits, replicas, sharding, slices, recomputation, the proof at boost, and generation. Each case also runs a step in which
-every action synchronizes the whole device, as an autotuner or a late kernel does. If there are fewer GPUs than ranks,
-several ranks share one GPU, and NCCL treats them as separate hosts. A case that hangs is reported as such, and the next
-case gets new processes. With `--device cpu`, the same code runs on the CPU with gloo. Without a GPU, the command prints
-a message and exits.
+`python -m benchmarks.gpu [--device cpu] [--json FILE]` prints a table of cases: five schedules with each transport, 16
+bits, replicas, sharding, slices, recomputation, offloading, the proof at boost, generation, and faults. Each case
+without a fault also runs a step in which every F, B and W synchronizes the whole device, as an autotuner does. If there
+are fewer GPUs than ranks, several ranks share one GPU, and NCCL treats them as separate hosts. A case that hangs is
+reported as such, and the next case gets new processes. With `--device cpu`, the same code runs on the CPU with gloo.
+Without a GPU, the command prints a message and exits.
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass
 class Result:
-    """`error` is the largest error of the loss and the gradients. `problem` says why the steps did not complete."""
+    """`error` is the largest relative error of the loss and gradients. `problem` says why the steps failed."""
 
     error: float = 0.0
     milliseconds: float = 0.0
@@ -132,7 +132,7 @@ def cases(device: str) -> list[Case]:
 
 @contextlib.contextmanager
 def settling(device: torch.device) -> Iterator[None]:
-    """Context manager in which every action synchronizes its device."""
+    """Context manager in which every F, B and W synchronizes its device."""
 
     def settled(method: Any) -> Any:
         def call(stage: Any, *args: Any) -> Any:

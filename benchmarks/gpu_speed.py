@@ -1,8 +1,8 @@
 """GPU speed: time and memory of a step on one GPU, compared with a plain loop with gradient accumulation.
 
-`python -m benchmarks.gpu_speed [--rounds N] [--json FILE]` trains llamas in bf16, with all stages in one process: a
-wide one, whose steps are bound by the GPU; a narrow one, whose steps are bound by Python; and a narrow one with one
-long sample: plain, recomputed and in slices. The contenders take turns in one process, so ratios compare steps that ran
+`python -m benchmarks.gpu_speed [--rounds N] [--json FILE]` trains llamas in bf16 with a single stage: a wide one,
+whose steps are bound by the GPU; a narrow one, whose steps are bound by Python; and a narrow one on a single long
+sample (plain, recomputed and in slices). The contenders take turns in one process, so ratios compare steps that ran
 at about the same time. The benchmark has no transfers between GPUs.
 """
 

@@ -29,7 +29,7 @@ class Lane:
 
 @dataclass
 class Outcome:
-    """The measurements of a lane, without the warm-up; `losses` includes the warm-up.
+    """The measurements of a lane, without the warm-up (except in `losses`).
 
     `seconds` is the time of a step in each round. `losses` has the loss of every step. `memory` is the peak memory of
     each rank above the start of each round, in bytes; `resident` is the total peak. `sent` is the bytes that each rank
@@ -140,7 +140,7 @@ def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def failures(lanes: Sequence[Lane], outcomes: dict[str, Outcome]) -> list[str]:
-    """Describe every lane that did not run, or whose losses differ from those of the other lanes."""
+    """Describe every lane that failed, or whose losses differ too much from the median of all lanes."""
     failed = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
     wrong = loss_errors(lanes, outcomes)
     return failed + [f"{name}: its losses are off by {error:.1e}" for name, error in wrong.items() if error > TOLERANCE]

@@ -45,7 +45,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Section:
-    """`raw` is saved as JSON; `failed` lists the contenders that did not run, or whose losses differ."""
+    """`raw` is saved as JSON; `failed` lists the contenders that failed, or whose losses differ."""
 
     title: str
     text: str

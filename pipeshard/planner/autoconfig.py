@@ -122,7 +122,7 @@ class Considered:
         sizes = f"p={layout.pp_size} dp={layout.dp_size} m={layout.num_microbatches}×{layout.microbatch_size}"
         if estimate.problem:
             return f"{sizes} {estimate.name}: {UNUSABLE}"
-        beyond = ", too much" if estimate.fits is False else ""
+        beyond = ", over the limit" if estimate.fits is False else ""
         figures = f"{estimate.time:.4g}, idle {estimate.bubble:.1%}, takes {format_bytes(estimate.peak)}{beyond}"
         return f"{sizes} {estimate.name}: {figures}"
 
@@ -189,7 +189,7 @@ class AutoConfig(Layout):
                 show the benefit of larger microbatches: `partition="profile"` times units at each size, and
                 `partition="profile:times.json"` keeps the times of each size in its own file (times-2.json).
             schedules: the schedules to choose from.
-            pp_size: the largest number of stages; by default the number of ranks.
+            pp_size: the largest number of stages; by default `ranks / tp_size`.
             device_memory: one value for all ranks, or one per rank, as for `device_speed`. A stage is assumed to have
                 the smallest memory, the lowest speed and the slowest link of its ranks in all replicas.
             tp_size: the number of ranks across which each stage is sharded; a layout divides `ranks / tp_size` into

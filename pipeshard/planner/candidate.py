@@ -224,7 +224,8 @@ class Subject:
     `recomputed` whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks. `again`
     returns the Subject of the same model with a partition by module names, which may be inside layers; it is None if
     cuts inside layers are not supported. `known_sums`, if not empty, replaces the `sums` computed from `costs`, which
-    have rounding errors. If the policy overrides `costs`, `before_policy` contains each call's cost before that.
+    have rounding errors. If the policy's own `costs` has changed the costs, `before_policy` contains the total cost of
+    each call before the change.
     """
 
     model: nn.Module

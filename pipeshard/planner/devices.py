@@ -79,8 +79,8 @@ class Devices:
     def parse(
         cls, ranks: int, memory: Any = None, speeds: Any = None, links: Any = None, limit: str = "device_memory"
     ) -> Self:
-        """Parse the arguments of `plan` that describe devices. Errors call `memory` by the name `limit`. Raises
-        ConfigurationError for invalid values."""
+        """Parse the arguments of `plan` that describe devices. `limit` is the name of the argument `memory` in errors.
+        Raises ConfigurationError for invalid values."""
         return cls(
             () if memory is None else _each(limit, memory, ranks, partial(parse_bytes, name=limit)),
             (1.0,) * ranks if speeds is None else _each("device_speed", speeds, ranks, _speed),

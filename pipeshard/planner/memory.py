@@ -132,13 +132,13 @@ class Training:
     "none" has none. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers; "trainer_adamw_8bit" and
     "trainer_lion_8bit" are the same optimizers in a Trainer, which keeps the states of embeddings in fp32.
 
-    With `precision` "bf16" or "fp16", parameters are 16-bit, and gradients, master weights and states are fp32.
-    `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards the states and the
-    master weights (with "fp32", the parameters themselves); within a step, unsharded parameters and gradients exist in
-    addition. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, and parameters of experts across
-    `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the activations of at most two microbatches on
-    its device; with "optimizer" or "both", the states, the fp32 master weights, and copies of the gradients are on the
-    host.
+    With `precision` "bf16" or "fp16", parameters are 16-bit; gradients, master weights and states (except 8-bit
+    states) are fp32. `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards
+    the states and the master weights (with "fp32", the parameters themselves); within a step, unsharded parameters and
+    gradients exist in addition. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, and parameters
+    of experts across `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the activations of at most
+    two microbatches on its device; with "optimizer" or "both", the states, the fp32 master weights, and copies of the
+    gradients are on the host.
 
     Raises ConfigurationError for an unknown optimizer, and for arguments that the plugin would refuse.
     """

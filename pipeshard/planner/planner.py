@@ -82,7 +82,7 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
     return ", ".join([*hints, f"more stages than {p}{needs}"])
 
 
-LENGTH = 2048  # the largest number of tokens in a created sample
+LENGTH = 2048  # the largest default number of tokens in a generated sample
 
 
 @collector_paused()
@@ -139,7 +139,7 @@ def plan(
         tp_size: same as in `PipelinePlugin`. The memory counts only one rank's shards of parameters, gradients and
             states. Times and activations are estimated for unsharded units.
         tp_plan: same as in `PipelinePlugin`.
-        ep_size: same as in `PipelinePlugin`. The experts' parameters count as with `tp_size`.
+        ep_size: same as in `PipelinePlugin`. The memory counts only one rank's share of the experts' parameters.
         ep_plan: same as in `PipelinePlugin`.
         offload: same as in `PipelinePlugin`. Copies to the host and back are assumed to take no time.
         profile: measured times of units (a Profile or its file), instead of estimates. With `partition="profile"`,
@@ -373,7 +373,7 @@ def first_microbatch(
     check_positive(**{name: size for name, size in sizes.items() if size is not None})
     if batch is None:
         if num_microbatches is None:
-            raise ConfigurationError("without a batch, num_microbatches is required")
+            raise ConfigurationError("without a batch, num_microbatches is required: pass it, or pass a batch")
         config = getattr(model, "config", None)
         length = seq_len or min(getattr(config, "max_position_embeddings", None) or LENGTH, LENGTH)
         return read_batch(model, dummy_inputs(model, microbatch_size or 1, length)), num_microbatches

@@ -1,4 +1,4 @@
-"""Slices: long samples cut along the sequence, compared with the same schedule and whole samples."""
+"""Slices: long samples cut along the sequence, compared with the same schedule on whole samples."""
 
 import statistics
 from collections.abc import Sequence

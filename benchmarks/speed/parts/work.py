@@ -97,7 +97,8 @@ def against_limit(work: Work, outcomes: dict[str, Outcome]) -> dict[str, list[fl
 
 def bars_of(outcomes: Mapping[Work, dict[str, Outcome]]) -> list[Bar]:
     """Compare 1F1B with its own limit, each peer and isend, as geometric means over the works, because a busy machine
-    disturbs single works; and, for each work, the fastest schedule with the fastest peer. All times are medians."""
+    disturbs single works. For each work, also compare the fastest schedule with the fastest peer. All times are
+    medians."""
     plain, isend = _name("1f1b"), ours("1f1b", p2p="isend").name
     times = {work: _medians(work, found) for work, found in outcomes.items()}
     bars = []
