@@ -28,7 +28,10 @@ class Link:
 
     @classmethod
     def parse(cls, text: Any) -> Self:
-        """Parse a string such as "50GB/s,10us" or "400Gbit/s". Raises ConfigurationError for an invalid string."""
+        """Parse a string such as "50GB/s,10us" or "400Gbit/s". A Link is returned as it is. Raises ConfigurationError
+        for other values."""
+        if isinstance(text, cls):
+            return text
         bandwidth, comma, latency = str(text).partition(",")
         link = cls(
             _quantity(text, "bandwidth", bandwidth, BANDWIDTHS),
@@ -173,7 +176,7 @@ def _speed(value: Any) -> float:
 
 
 def _links(given: Any, ranks: int) -> tuple[Link, ...]:
-    links = tuple(map(Link.parse, [given] if isinstance(given, str) else given))
+    links = tuple(map(Link.parse, given if isinstance(given, list | tuple) else [given]))
     if len(links) not in (1, ranks - 1):
         raise ConfigurationError(
             f"link has {len(links)} links for {ranks} ranks: pass one link for all ranks, or {ranks - 1}, one from "

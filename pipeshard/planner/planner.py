@@ -377,6 +377,11 @@ def first_microbatch(
         config = getattr(model, "config", None)
         length = seq_len or min(getattr(config, "max_position_embeddings", None) or LENGTH, LENGTH)
         return read_batch(model, dummy_inputs(model, microbatch_size or 1, length)), num_microbatches
+    if seq_len is not None:
+        raise ConfigurationError(
+            f"seq_len={seq_len} is the length of a generated batch, but a batch was passed: omit seq_len, or pass a "
+            "batch of this length"
+        )
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigurationError(
             f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: with a batch, pass exactly "

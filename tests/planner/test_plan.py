@@ -308,6 +308,7 @@ def test_batches_are_cut_as_the_plugin_does_or_made_up() -> None:
         ({"num_microbatches": None}, ConfigurationError, "exactly one of the two"),
         ({"microbatch_size": 2}, ConfigurationError, "exactly one of the two"),
         ({"num_microbatches": 0}, ConfigurationError, "must be a positive integer"),
+        ({"seq_len": 4096}, ConfigurationError, "but a batch was passed: omit seq_len"),  # planned the batch's length
         ({"pp_size": True}, ConfigurationError, "must be a positive integer, got True"),
         ({"batch": None, "num_microbatches": None}, ConfigurationError, "without a batch, num_microbatches"),
         ({"schedule": "1f1v"}, ConfigurationError, "unknown schedule"),
