@@ -19,7 +19,7 @@ from pipeshard.launch import threads
 from pipeshard.script import OTHERS, fold
 
 T = TypeVar("T")
-CALL, ERROR = "call", ".error"  # the file with the function, and the suffix of a rank's error
+CALL, ERROR = "call", ".error"  # the file with the function, and the suffix of a file with a rank's error
 
 
 def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
@@ -27,17 +27,16 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
 
         losses = pipeshard.notebook_launch(train, 2)[0]
 
-    cloudpickle copies the function, and the functions, classes and values of the notebook that it uses, to each rank.
-    Create engines inside the function. The output of all ranks appears in the cell. Interrupting the cell terminates
-    the ranks.
+    cloudpickle copies `fn` to each rank, with the notebook's functions, classes and values that `fn` uses. Create
+    engines inside `fn`. The output of all ranks appears in the cell. Interrupting the cell terminates the ranks.
 
     Args:
         fn: a function that a cell or a module defines.
-        ranks: the number of processes: stages x replicas x slices.
+        ranks: the number of processes: pp_size * dp_size * tp_size (or ep_size).
         args: the arguments of `fn`.
 
-    Raises ConfigurationError if `ranks` is invalid, or if cloudpickle is missing or cannot copy the function. Raises
-    RankError, which names the rank and its error, if a rank fails; the traceback is in the cell's output.
+    Raises ConfigurationError if `ranks` is invalid, or if cloudpickle is missing or cannot copy `fn`. Raises RankError
+    if a rank fails. It names the rank and the exception, if there is one; the traceback is in the cell's output.
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ConfigurationError(f"ranks must be a positive integer, got {ranks!r}")
@@ -45,7 +44,8 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         folder = Path(name)
         (folder / CALL).write_bytes(_copied(fn, args))
         if (status := _run_agent(folder, ranks)) or _failure(folder):
-            raise RankError(_failure(folder) or f"the ranks exited with status {status}: see the output above")
+            unknown = f"a rank failed without an exception (the launcher's status is {status}): see the output above"
+            raise RankError(_failure(folder) or unknown)
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
@@ -84,8 +84,8 @@ def _run_agent(folder: Path, ranks: int) -> int:
 
 
 def _failure(folder: Path) -> str | None:
-    """A message with the first failed rank and its error, preferably an error that no other rank caused; None if no
-    rank wrote an error."""
+    """A message with the rank that failed first and its error, or None if no rank wrote an error. Errors that another
+    rank caused are considered only if there are no others."""
     texts = {path: path.read_text() for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: path.stat().st_mtime)}
     first = min(texts, key=lambda path: texts[path].startswith(OTHERS), default=None)
     return f"rank {first.stem} failed: {texts[first]}" if first else None

@@ -14,10 +14,10 @@ OFFLOADED = ("activations", "optimizer", "both")
 
 
 def check_plan(name: str, plan: Any) -> None:
-    """Raise ConfigurationError unless a tensor- or expert-parallel plan is None or a dict that maps module names to
-    styles."""
+    """Raise ConfigurationError unless a tensor- or expert-parallel plan is None or a non-empty dict from module names
+    to styles."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
-        raise ConfigurationError(f"{name} must be a dict from module names to styles, got {plan!r}")
+        raise ConfigurationError(f"{name} must be a non-empty dict from module names to styles, got {plan!r}")
 
 
 def check_replicas(zero_stage: int, fsdp: bool) -> None:
@@ -31,7 +31,7 @@ def check_replicas(zero_stage: int, fsdp: bool) -> None:
     if zero_stage not in (0, 1):
         raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
     if fsdp and zero_stage:
-        raise ConfigurationError("zero_stage=1 is not needed: fsdp=True already shards the optimizer state. Omit it")
+        raise ConfigurationError("fsdp=True already shards the optimizer state, so zero_stage=1 is redundant: omit it")
 
 
 def check_precision(precision: str, autocast: bool) -> None:
@@ -58,7 +58,8 @@ def check_offload(offload: Any, fsdp: bool, tp_size: int, ep_size: int) -> None:
         sharding = "fsdp=True" if fsdp else f"tp_size={tp_size}" if tp_size > 1 else f"ep_size={ep_size}"
         raise ConfigurationError(
             f"offload={offload!r} is not supported with {sharding}: the optimizer's states would be DTensors, which a "
-            "checkpoint gathers on the device. Use zero_stage=1 to shard the states across replicas, or more stages"
+            f"checkpoint gathers on the device. Instead of {sharding}, use more stages, or zero_stage=1, which shards "
+            "the states across replicas"
         )
 
 

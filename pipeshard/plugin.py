@@ -65,21 +65,20 @@ class PipelinePlugin:
     """Trains a model across `pp_size` processes, each of which holds one stage, or several chunks of the model.
 
     The world may have more ranks: `dp_size` replicas of the pipeline, which read different batches, and `tp_size` (or
-    `ep_size`) slices of every stage. Consecutive ranks are the slices of one stage, then the stages of one replica,
-    then the replicas (Megatron's order tp-pp-dp).
+    `ep_size`) slices of every stage. Ranks are numbered first along the slices of a stage, then along the stages of a
+    replica, then along the replicas (`order="tp-pp-dp"` in Megatron).
 
     Args:
-        pp_size: the number of stages. `pipeshard.config.PipelineConfig` documents it and the keyword arguments.
+        pp_size: the number of ranks in a pipeline. `pipeshard.config.PipelineConfig` documents all named arguments.
         foreign: additional arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule. Options that
-            only affect speed are ignored with a warning. Any other argument must have its default value; otherwise the
-            error names the replacement.
+            only affect speed are ignored with a warning. Any other argument must be None or ColossalAI's default;
+            otherwise the error names the replacement.
 
     Every boosted model has its own pipeline, its own random numbers and, with "fp16", its own loss scale. If the plugin
     has boosted several models, pass the model to the plugin's methods.
 
     Attributes:
-        config: the arguments as a PipelineConfig. Each of its fields is also an attribute of the plugin, which can only
-            be read.
+        config: the arguments as a PipelineConfig. Each of its fields is also a read-only attribute of the plugin.
         grid: this process's position and the process groups. If you use it before `booster.boost`, do so on every rank.
 
     Raises ConfigurationError for invalid arguments. `booster.boost` raises it if arguments differ between ranks.
@@ -146,7 +145,7 @@ class PipelinePlugin:
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
         self._boosted: list[weakref.ref[PipelineModel]] = []
-        self._random: list[Randomness] = []  # one per boosted model: a training state sets the model's number
+        self._random: list[Randomness] = []  # one per boosted model: loading a training state sets `model`
         self._grid: tuple[dist.ProcessGroup, Grid] | None = None  # the Grid, and the world for which it was created
 
     def __getattr__(self, name: str) -> Any:
@@ -158,7 +157,8 @@ class PipelinePlugin:
         raise missing_attribute(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, unless it is an argument: the config and the boosted models would keep their values."""
+        """Set an attribute. Raises UsageError for an argument, since the config and the boosted models would keep the
+        old value."""
         if name in PipelineConfig.__dataclass_fields__ or name == "pp_style":
             also = f". {CHANGING}" if name == "max_norm" else ""
             raise UsageError(f"plugin.{name} cannot be set: {PASSED.format(name)}{also}")
@@ -183,8 +183,8 @@ class PipelinePlugin:
 
     @cached_property
     def stage_manager(self) -> PipelineStageManager:
-        """The PipelineStageManager. With schedule="auto", the manager assumes one stage per rank until a model is
-        boosted."""
+        """The PipelineStageManager for the chunks of the last boosted model. Before the first boost, schedule="auto"
+        counts as one chunk per rank."""
         boosted = self._boosted[-1]() if self._boosted else None
         config = self.config if boosted is None else boosted.pipeline.config
         chunks = config.num_model_chunks
@@ -226,7 +226,7 @@ class PipelinePlugin:
         the weights of each stage.
 
         `auto_class` is an AutoModelFor... or a model class. `options` are fields of the model's config, `dtype`,
-        `revision`, `subfolder`, `cache_dir` and `trust_remote_code`, as in the `from_pretrained` of `auto_class`.
+        `revision`, `subfolder`, `cache_dir` and `trust_remote_code`, as in `auto_class.from_pretrained`.
         Weights that the folder lacks are initialized. `gguf_file` names a GGUF file in the folder. The model is in
         evaluation mode. Raises CheckpointError for a folder without a config, and ConfigurationError for an option that
         the config does not have.
@@ -242,8 +242,8 @@ class PipelinePlugin:
         lr_scheduler: LRScheduler | None = None,
         num_batches: int = 1,
     ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
-        """Split the model, keep this rank's stages, and restrict the optimizer to their parameters. `schedule="auto"`
-        searches for steps of `num_batches` batches."""
+        """Split the model, keep this rank's stages, and restrict the optimizer to their parameters. With
+        schedule="auto", the search assumes that each step runs `num_batches` batches."""
         refuse_default_device()
         watch_world(self.config.timeout, self.config.watchdog)
         with together_in("booster.boost"):
@@ -267,7 +267,7 @@ class PipelinePlugin:
                 boosted.checkpoint_io = self._checkpoint_io
                 self._random.append(randomness)
                 self._boosted.append(weakref.ref(boosted))
-                vars(self).pop("stage_manager", None)  # a search may have found other chunks
+                vars(self).pop("stage_manager", None)  # schedule="auto" may have chosen another number of chunks
             boosted_optimizer = boost_optimizer(boosted, optimizer, wrapper(PipelineOptimizer, "OptimizerWrapper"))
             if self.config.watchdog:
                 outlast_watch()
@@ -287,11 +287,11 @@ class PipelinePlugin:
         """Run one batch of `data_iter` through the pipeline. Call it on every rank. Ranks of a replica must pass the
         same batch.
 
-        Runs forward and backward if gradients are enabled and an optimizer is given. The gradients are then complete,
-        including the gradients of ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the
-        forward. Returns a dict with "loss", a tensor with the same value on every rank (None with return_loss=False),
-        and "outputs", which is None except on the last stage. `return_outputs` selects the outputs, and no other
-        outputs are kept:
+        Runs forward and backward if gradients are enabled and an optimizer is passed. Afterwards, except under
+        `no_sync`, gradients are summed over all ranks that hold the parameter. Otherwise (under `torch.no_grad()`, or
+        without an optimizer), runs only the forward. Returns a dict with "loss", a tensor with the same value on every
+        rank (None with return_loss=False), and "outputs", which is None except on the last stage. `return_outputs`
+        selects the outputs; no other outputs are kept:
 
         - True: the model's output for the whole batch.
         - The name of a field, or a list of names: an output with only these fields.
@@ -299,9 +299,9 @@ class PipelinePlugin:
         - A function `fn(output, microbatch)`, called under no_grad right after each forward of the last stage: the list
           of its results, one per microbatch, in order.
 
-        With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. Loss and gradients are
-        the sums over the k batches, multiplied by `weight`. The loss of each batch is computed separately, and the
-        batches may have different shapes.
+        With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. The loss of each batch
+        is computed separately, and the batches may have different shapes. Loss and gradients are summed over the k
+        batches, and multiplied by `weight` (also if k is 1).
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
         if not isinstance(num_batches, Integral) or num_batches < 1:
@@ -323,18 +323,19 @@ class PipelinePlugin:
             yield
 
     def sync_grads(self, model: nn.Module | None = None) -> None:
-        """Reduce this model's gradients accumulated under `no_sync`, without running a step. Call it on every rank."""
+        """Reduce the gradients that this model accumulated under `no_sync`, without a step. Call it on every rank."""
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        """The pipeline of a boosted model. If `model` is None, this is the plugin's only model that still exists."""
+        """The pipeline of a boosted model. If `model` is None (not supported by execute_pipeline), the pipeline of the
+        plugin's only boosted model that still exists."""
         if model is None and call != "execute_pipeline":
             alive = [boosted for own in self._boosted if (boosted := own()) is not None]
             if len(alive) > 1:
                 raise UsageError(f"{call} is ambiguous with {len(alive)} models: pass the model, {call}(model)")
             model = alive[0] if alive else None
         if not isinstance(model, PipelineModel):
-            got = "no model" if model is None else f"a {type(model).__name__}"
+            got = "no model" if model is None else f"an instance of {type(model).__name__}"
             raise UsageError(f"{call} got {got}: pass the model that booster.boost(...) returned")
         return model.pipeline
 
@@ -364,11 +365,10 @@ class PipelinePlugin:
         )
 
     def recording(self, model: nn.Module | None = None) -> Recording:
-        """The times of each rank's actions in this model's last step, and of its waits for other ranks. Call it on
-        every rank.
+        """The times of each rank's actions and waits for other ranks, in this model's last step. Call it on every rank.
 
-        `plugin.recording().summary()` is one line about the step; `draw(path)` draws the step above its simulation. On
-        a GPU, the times are measured with GPU events.
+        `plugin.recording().summary()` describes the step in one line; `draw(path)` plots the measured step above the
+        simulated step. On a GPU, the times are measured with GPU events.
         """
         return self._pipeline_of(model, "recording").recording()
 

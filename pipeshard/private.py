@@ -1,4 +1,4 @@
-"""Private: private names of torch and `datasets` that pipeshard needs.
+"""Private: private names of torch, `datasets` and ColossalAI that pipeshard needs.
 
 A torch release may change such a name without notice. Private functions and classes are therefore imported only here,
 under public names. `tests/test_private.py` lists the private attributes that the package uses, by class, tests the
@@ -55,7 +55,7 @@ profiler_is_enabled = torch._C._autograd._profiler_enabled
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 will_execute = torch._C._will_engine_execute_node
 current_node = torch._C._current_autograd_node
-allows_checkpoints = torch.autograd._is_checkpoint_valid  # False if the backward has inputs before the current node
+allows_checkpoints = torch.autograd._is_checkpoint_valid  # False in torch.autograd.grad and backward(inputs=...)
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -88,7 +88,7 @@ def modes_entered() -> list[TorchDispatchMode | TorchFunctionMode]:
 
 
 def _rearrange(mode: TorchDispatchMode | TorchFunctionMode, is_entered: bool) -> None:
-    """Move a mode to the bottom of its stack, or remove it from the stack."""
+    """Put a mode at the bottom of its stack, or remove it from the stack."""
     stack = _stack(mode)
     entered = [stack.pop() for _ in range(stack.size())][::-1]
     others = [each for each in entered if each is not mode]
@@ -109,12 +109,12 @@ def _stack(mode: TorchDispatchMode | TorchFunctionMode) -> _Stack:
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, **options)`, but modules without hooks do not share their code with modules that have
-    hooks, and a module is compiled again if its hooks change. torch omits these guards by default."""
+    """Like `torch.compile(function, **options)`, but with guards on hooks, which torch omits by default: modules with
+    hooks do not run the code of modules without hooks, and a module is compiled again if its hooks change."""
     code = torch.compile(function, **options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        torch._dynamo.config.skip_nnmodule_hook_guards = False  # in each context, since torch keeps it per context
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # in each call: the value is per thread and context
         return code(*args, **kwargs)
 
     return call
@@ -134,7 +134,7 @@ def nccl_options(timeout: timedelta) -> Any:
 
 
 def extend_timeout(backend: Any, default: timedelta, timeout: timedelta) -> None:
-    """Set the timeout of the collectives of a process group's backend, if this backend still has the `default`."""
+    """Set the timeout of the collectives of a process group's backend, if it is still `default`."""
     if backend.options._timeout == default:
         backend._set_default_timeout(timeout)
 
@@ -151,13 +151,13 @@ def tree_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-WEAKREFS = "_flat_weight_refs"  # the attribute of an nn.LSTM or nn.GRU with weak references to its parameters
+WEAKREFS = "_flat_weight_refs"  # the attribute of recurrent layers with weak references to their parameters
 
 
 @contextmanager
 def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
-    """Context manager in which `swap_tensors` accepts all parameters. An nn.LSTM or nn.GRU has weak references to its
-    parameters, with which `swap_tensors` raises an error."""
+    """Context manager in which `swap_tensors` accepts the parameters of recurrent layers. An nn.RNN, nn.LSTM or nn.GRU
+    keeps weak references to its parameters, and `swap_tensors` raises an error for tensors with weak references."""
     recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     for module in recurrent:
         setattr(module, WEAKREFS, [])
@@ -168,8 +168,8 @@ def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
 
 
 def nodes_of(stream: Any) -> int:
-    """The number of nodes among which `split_dataset_by_node` of Hugging Face's `datasets` has divided a stream, or
-    1."""
+    """The number of nodes among which `split_dataset_by_node` of Hugging Face's `datasets` has divided a stream; 1 for
+    any other stream."""
     nodes: int = getattr(getattr(stream, "_distributed", None), "world_size", 1)
     return nodes
 

@@ -36,7 +36,7 @@ COLUMNS = {
 # Functions of trl.rewards that make a reward function, with the arguments of TRL's own script.
 MAKERS = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # files of some models, in addition to safetensors
+UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # not downloaded: weights in other formats
 
 
 def setting(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
@@ -56,7 +56,9 @@ class PipelineArguments:
     chunks: int = setting(1, "Model chunks per rank; the interleaved schedule has 2 unless you set more.")
     microbatches: int | None = setting(None, "Microbatches per step. By default, one per gradient accumulation step.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
-    partition: str = setting("auto", "auto, uniform, parameters, type:REGEX, speed:1.0,0.6, or calls per stage: 3,4.")
+    partition: str = setting(
+        "auto", "auto, uniform, parameters, type:REGEX, speed:1.0,0.6, unit calls of each stage (3,4), or unit names."
+    )
     precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16"))
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
     zero_stage: int = setting(0, "1 shards the optimizer state across replicas.")
@@ -173,7 +175,7 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
 
 
 def refuse_other_choices(kind: str, settings: Namespace, groups: Sequence[type]) -> None:
-    """Raise ConfigurationError for a value that is not one of a setting's choices: argparse checks only options."""
+    """Raise ConfigurationError for a value that is not one of a setting's choices: argparse does not check the file."""
     for one in (one for group in groups for one in fields(group)):
         value, choices = getattr(settings, one.name, one.default), one.metadata.get("choices")
         if choices and value != one.default and value not in choices:
@@ -185,7 +187,7 @@ def refuse_other_choices(kind: str, settings: Namespace, groups: Sequence[type])
 def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
     """Parse settings that are given as JSON objects, as TrainingArguments does. Raises ConfigurationError for invalid
     JSON."""
-    # HfArgumentParser overwrites the types of the fields
+    # The annotations have the declared types: HfArgumentParser overwrites the types of the fields
     for name in [name for group in groups for name, hint in get_type_hints(group).items() if "dict" in str(hint)]:
         if isinstance(value := getattr(settings, name, None), str) and value.startswith("{"):
             try:
@@ -217,8 +219,8 @@ def unknown_settings(kind: str, names: Sequence[str], known: Collection[str]) ->
 
 
 def of_launcher() -> Collection[str]:
-    """The names in a config file of `trl` that go to `accelerate launch`; `accelerate_config` is TRL's name for its
-    file."""
+    """The settings in TRL's config files that TRL passes to `accelerate launch`, and `accelerate_config`, which names
+    accelerate's own config file."""
     from accelerate.commands.launch import launch_command_parser
 
     return {"accelerate_config", *vars(launch_command_parser().parse_args(["script"]))}
@@ -234,12 +236,12 @@ def checked_config(settings: Namespace) -> None:
     ranks = settings.pp * settings.dp * settings.tp
     if settings.nnodes < 1 or ranks % settings.nnodes:
         raise ConfigurationError(
-            f"nnodes={settings.nnodes} does not divide the {ranks} ranks (pp * dp * tp): use a divisor"
+            f"nnodes={settings.nnodes} does not divide the {ranks} ranks (pp * dp * tp): use a positive divisor"
         )
     if settings.num_slices != "1" and settings.gradient_checkpointing and settings.recompute is None:
         raise ConfigurationError(
-            f"num_slices={settings.num_slices} is not supported with gradient_checkpointing, which TRL turns on: set "
-            "recompute=1, or gradient_checkpointing=false"
+            f"num_slices={settings.num_slices} is not supported with gradient_checkpointing, which TRL enables by "
+            "default: set recompute=1, or gradient_checkpointing=false"
         )
 
 
@@ -256,7 +258,8 @@ def refuse_frozen_head(settings: Namespace) -> None:
 
 @contextmanager
 def in_settings() -> Iterator[None]:
-    """Context manager that replaces the arguments of the plugin and the planner in errors with these settings."""
+    """Context manager that replaces the names of the plugin's and the planner's arguments in errors with the names of
+    these settings."""
     try:
         yield
     except (ConfigurationError, PartitionError) as error:
@@ -292,7 +295,7 @@ def folder_of(settings: Namespace) -> Path:
     name = named(settings, "model_name_or_path")
     if Path(name).is_dir():
         return Path(name)
-    failure: Exception = FileNotFoundError(f"the cached folder lacks {' or '.join(FILES)}, or a file in its index")
+    failure: Exception = FileNotFoundError(f"the cached folder lacks {' or '.join(FILES)}, or a file of its index")
     with explained(partial(not_at_hand, "model_name_or_path", name)):
         try:
             snapshot_download(name, revision=settings.model_revision, ignore_patterns=UNREAD)
@@ -320,11 +323,11 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
     made = loaded(settings)
     splits = made if isinstance(made, Mapping) else {settings.dataset_train_split: made}
     train, test = split_of(splits, "dataset_train_split", settings), None
-    if settings.test_split_size and not settings.datasets:  # TRL has split a mixture itself
+    if settings.test_split_size and not settings.datasets:  # TRL splits a mixture itself
         if not hasattr(train, "train_test_split"):
             raise ConfigurationError(
                 f"test_split_size={settings.test_split_size} requires data of a known length, but dataset_streaming is "
-                "set: remove one of the two, or pass data with a split for evaluation (dataset_test_split)"
+                "set: remove one of the two. Without test_split_size, evaluation uses the split dataset_test_split"
             )
         train, test = train.train_test_split(settings.test_split_size, seed=settings.seed).values()
     elif settings.eval_strategy != "no":
@@ -334,9 +337,10 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
 
 def split_of(splits: Mapping[str, Any], which: str, settings: Namespace) -> Any:
     if (name := getattr(settings, which)) not in splits:
+        held_out = ", or test_split_size=0.1 to hold out a tenth of the training data"
         raise ConfigurationError(
-            f"{which}={name} is not a split of the data, which has {', '.join(splits)}. Set {which}, or "
-            "test_split_size=0.1 to hold out a tenth of the training data"
+            f"{which}={name} is not a split of the data, which has {', '.join(splits)}. Set {which} to one of these"
+            f"{held_out if which == 'dataset_test_split' else ''}"
         )
     return splits[name]
 
@@ -351,7 +355,7 @@ def loaded(settings: Namespace) -> Any:
     path, streaming = Path(name), settings.dataset_streaming
     if path.suffix in READERS:
         if not path.is_file():
-            raise ConfigurationError(f"dataset_name={name} does not exist: pass the path of a file")
+            raise ConfigurationError(f"dataset_name={name} does not exist: pass the path of an existing file")
         if not path.stat().st_size:
             raise ConfigurationError(f"dataset_name={name} is empty: pass a file with samples")
     elif path.is_file():
@@ -369,7 +373,7 @@ def loaded(settings: Namespace) -> Any:
 
 
 def unreadable_data(path: Path, error: BaseException) -> ConfigurationError:
-    """The error for local data that cannot be read, with the first line of a .jsonl file that is not JSON."""
+    """The error for local data that cannot be read. For a .jsonl file, it shows the first line that is not JSON."""
     if path.suffix == ".jsonl":
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -383,7 +387,7 @@ def unreadable_data(path: Path, error: BaseException) -> ConfigurationError:
 
 
 def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
-    """Raise ConfigurationError for data with columns that TRL cannot train on, or with messages that are not chats."""
+    """Raise ConfigurationError for data without the columns that TRL requires, or with messages that are not chats."""
     if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return
     has, start, name = data.column_names, data[:100], settings.dataset_name
@@ -409,7 +413,7 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
 
 
 def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) -> None:
-    """Raise ConfigurationError for chats if the model's tokenizer has no chat template, as that of a base model."""
+    """Raise ConfigurationError for chats if the tokenizer has no chat template, like those of many base models."""
     from transformers import AutoProcessor
 
     is_setting = hasattr(settings, "chat_template_path")
@@ -462,9 +466,8 @@ def model_of(kind: str, settings: Namespace) -> Any:
 
 
 def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:
-    """The class of the model: as in TRL, a classifier for `reward`, otherwise the class that the folder's config names,
-    such as that of a vision-language model. A class that does not generate text is replaced by the model type's
-    AutoModelForCausalLM."""
+    """The class of the model, as in TRL: a classifier for `reward`, otherwise the class that the folder's config names,
+    which may be a vision-language model. If that class cannot generate text, AutoModelForCausalLM is used instead."""
     import transformers
 
     from pipeshard.checkpoint.untrusted import folder_config
@@ -478,9 +481,10 @@ def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:
 
 
 def reward_functions(settings: Namespace) -> list[Any]:
-    """The name of the reward model, and the functions in `reward_funcs`, given by their TRL name or import path.
+    """The name of the reward model, if there is one, and the functions that `reward_funcs` lists by their TRL name or
+    import path.
 
-    The order is the same as in TRL's own script, since `reward_weights` has one weight per function.
+    The order is the same as in TRL's own script: `reward_weights` contains the weights in this order.
     """
     model = settings.reward_model_name_or_path
     return [*([model] if model else []), *map(imported, settings.reward_funcs or ())]

@@ -1,4 +1,4 @@
-"""Replaced: attributes that have other values for a while."""
+"""Replaced: attributes that are temporarily set to other values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Context manager in which these attributes of `owner` have these values. On exit, each attribute has its own value
-    again. An attribute that `owner` only had from its class is removed from `owner`."""
+    """Context manager that sets these attributes of `owner`, and restores the previous values on exit. An attribute
+    that was not in `vars(owner)`, such as one that only the class defines, is deleted from `owner` on exit."""
     own = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -1,8 +1,8 @@
 """Script: runs a training script for `pipeshard launch`, so that an error that several ranks raise is printed once.
 
 `python -m pipeshard.script train.py ...` is like `python train.py ...`, and `-m package.train` like `python -m
-package.train`, except for the output of an error. The module imports little, so it also works if the script's first
-import fails.
+package.train`, except for SIGUSR1 and the output of errors. The module imports little, so it also works if the script's
+first import fails.
 """
 
 import builtins
@@ -20,9 +20,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-FOLDER = "PIPESHARD_ERRORS"  # variable: the folder in which an agent's ranks record their errors
-TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # variable: torchrun's file for a rank's error, .../ATTEMPT/RANK/FILE
-OTHERS = ("RankError", "OtherBatchError", "DistBackendError", "DistNetworkError", "DistStoreError")  # not the cause
+FOLDER = "PIPESHARD_ERRORS"  # environment variable: the folder in which an agent's ranks record their errors
+TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # environment variable: torchrun's file for a rank's error, .../ATTEMPT/RANK/FILE
+# Classes of errors that another rank caused.
+OTHERS = ("RankError", "OtherBatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
 # Parts of an error's text that differ between ranks: addresses, torch's prefix, and the note of `Watch`.
 _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?|^pipeshard: this is rank .*$", re.MULTILINE)
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End the process without Python's own cleanup: it may wait for threads forever, or abort the process."""
+    """End the process without Python's own cleanup, which may wait for threads forever, or abort the process."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -69,7 +70,7 @@ def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackT
     folder = notes()
     if folder is None or note(folder, kind.__name__, text):
         sys.stderr.write(text)
-    elif FOLDER not in os.environ:  # `pipeshard launch` counts them
+    elif FOLDER not in os.environ:  # `pipeshard launch` prints the number of these ranks
         sys.stderr.write(f"rank {os.environ.get('RANK')} ended with the same {kind.__name__} as another rank\n")
 
 
@@ -116,8 +117,8 @@ def note(folder: Path, kind: str, text: str) -> bool:
 
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
-    """If the last `attempts` attempts all ended with the same error, each within `seconds` of the previous attempt, the
-    class of this error, otherwise None. Errors that another rank caused do not count."""
+    """The class of an error with which the last `attempts` attempts all ended, each within `seconds` of the previous
+    attempt, or None if there is no such error. Errors that another rank caused do not count."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")

@@ -39,7 +39,10 @@ class Trial:
     steps: int = 3
 
     def run(self) -> "Recording":
-        """Run the steps on `pp_size` processes. Raises ConfigurationError with the error of a process that failed."""
+        """Run the steps on `pp_size` processes. Returns the recording of the last step.
+
+        Raises ConfigurationError with the error of a process that failed.
+        """
         from pipeshard.engine.recording import Recording
 
         with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +86,7 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
 
 
 def demo(pp_size: int, steps: int) -> list[str]:
-    """Train a llama with 8 layers and 0.5 million random parameters on `pp_size` processes, and unsplit in one process.
+    """Train a llama with 8 layers and 0.6 million random parameters on `pp_size` processes, and unsplit in one process.
     Returns one line per step with both losses.
 
     Raises VerificationError if the losses differ.

@@ -43,7 +43,7 @@ from pipeshard.script import TORCHRUN, fold, note, notes
 logger = logging.getLogger("pipeshard")
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
 TILES, FOLD = "trl.kernels.chunked_logprob", "_forward_tile"
-BEGAN = "pipeshard-began"  # a file in an agent's folder, once ranks of this agent have begun to train
+BEGAN = "pipeshard-began"  # a file that ranks create in their agent's folder when they begin to train
 OUTPUT = "trainer_output"  # the default of TrainingArguments.output_dir
 # The Trainer's optimizers with the same states as AdamW. Unknown optimizers also count as AdamW, as an upper bound.
 ADAMW = ("adamw", "adamw_32bit", "stable_adamw")
@@ -120,7 +120,7 @@ def refuse_small(settings: Namespace) -> None:
     except PartitionError:
         raise
     except Exception as error:  # training may support a model that a plan does not
-        logger.debug("the number of stages is checked by the ranks: %s", error)
+        logger.debug("the number of stages was not checked before the ranks started: %s", error)
 
 
 def remarks(kind: str, settings: Namespace) -> Iterator[str]:
@@ -153,7 +153,8 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
 
 @collector_paused()
 def plan(kind: str, settings: Namespace) -> None:
-    """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory`."""
+    """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory`, and
+    ConfigurationError for commands other than sft."""
     if kind != "sft":
         raise ConfigurationError(
             f"--dry_run supports only pipeshard sft: a step of {kind} runs more than one forward and backward. "
@@ -215,7 +216,7 @@ def planned_optimizer(settings: Namespace) -> str:
     name = plain_name(settings.optim)
     if name in THREE_STATES:
         raise ConfigurationError(
-            f"--dry-run does not support optim={settings.optim}, which keeps three states per parameter. Plan with "
+            f"--dry_run does not support optim={settings.optim}, which keeps three states per parameter. Plan with "
             "optim=adamw_torch, and add the memory of one more fp32 value per parameter"
         )
     return OF_TRAINER + name if name in IN_8_BITS else name if name in OPTIMIZERS else "adamw"
@@ -273,7 +274,7 @@ def blank(settings: Namespace) -> Any:
 
 
 def fuse_head(model: Any) -> None:
-    """Make the model's forward compute the loss as TRL's SFTTrainer does, possibly in chunks of the vocabulary."""
+    """Make the model's forward compute the loss as TRL's SFTTrainer does: with TRL's fused head, if TRL has one."""
     add = getattr(import_module("trl.trainer.utils"), "add_fused_lm_head", None)
     if add is None:
         return
@@ -331,8 +332,8 @@ def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
 
 
 def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
-    """Print how to continue a run that ended early, if the folder has a complete checkpoint besides those of `earlier`
-    runs, with which --resume would continue if they have more steps."""
+    """Print how to continue a run that ended early, if it has written a complete checkpoint to the folder. `earlier`
+    are the complete checkpoints of earlier runs: --resume would continue from one of them if it has more steps."""
     found = complete_in(folder)
     own = {step for step, when in found.items() if earlier.get(step) != when}
     if not own:
@@ -356,7 +357,7 @@ def has_checkpoint(folder: str) -> bool:
 
 
 def quiet() -> None:
-    """Disable the libraries' progress bars, and warnings about how TRL calls transformers."""
+    """Disable progress bars, and FutureWarnings, which would be about TRL's own calls of transformers."""
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
@@ -366,7 +367,7 @@ def quiet() -> None:
 
 
 def train(kind: str, settings: Namespace) -> None:
-    """Train as this rank, save a folder that transformers can load, and answer a prompt."""
+    """Train as this rank, save a folder that transformers can load, and (except for `reward`) answer a prompt."""
     import torch
     from transformers import PrinterCallback, ProgressCallback
 
@@ -406,7 +407,8 @@ def train(kind: str, settings: Namespace) -> None:
 
 
 def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
-    """Whether this run resumes or restarts, and whether it begins at the newest checkpoint of `folder`, on all ranks.
+    """Whether this run resumes or restarts, and whether it begins at the newest checkpoint of `folder`. Call it on all
+    ranks; they get the same results.
 
     TORCHELASTIC_RESTART_COUNT differs between machines: an agent that restarts its ranks because another agent does so
     does not count this restart. Therefore, the ranks leave a file in the folder of their agent. Raises

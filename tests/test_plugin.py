@@ -263,7 +263,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         r"ConfigurationError: the criterion returned tensor of shape \(2, 12, 61\), not a scalar|shape \(2, 8, 61\)",
         "ConfigurationError: the criterion returned 1.0, not a scalar tensor",
         "UsageError: found no loss to train on: add labels to the batch, or pass a criterion",
-        "UsageError: execute_pipeline got a GPT2LMHeadModel: pass the model that booster.boost",
+        "UsageError: execute_pipeline got an instance of GPT2LMHeadModel: pass the model that booster.boost",
         "UsageError: num_batches must be a positive integer, got 0",
         "UsageError: num_batches must be a positive integer, got 2.0",
         "CheckpointError: nowhere cannot be read",

@@ -197,4 +197,4 @@ def test_experts_that_run_one_by_one_are_refused() -> None:
 def test_slices_of_two_kinds_are_refused() -> None:
     assert "tp_size=2 is not supported with ep_size=2" in refusal(tp_size=2, ep_size=2)
     assert "expert-parallel ranks per stage, must be a positive integer, got 0" in refusal(ep_size=0)
-    assert "ep_plan must be a dict from module names to styles" in refusal(ep_plan="auto")
+    assert "ep_plan must be a non-empty dict from module names to styles" in refusal(ep_plan="auto")
