@@ -222,14 +222,14 @@ class PipelinePlugin:
 
     @staticmethod
     def from_pretrained(auto_class: Any, path: str | Path, gguf_file: str | None = None, **options: Any) -> nn.Module:
-        """Build the model of a Hugging Face folder without its weights. `booster.boost` and `pipeshard.initialize` load
-        the weights of each stage.
+        """Build a Hugging Face model without its weights. `booster.boost` and `pipeshard.initialize` load the weights
+        of each stage.
 
-        `auto_class` is an AutoModelFor... or a model class. `options` are fields of the model's config, `dtype`,
-        `revision`, `subfolder`, `cache_dir` and `trust_remote_code`, as in `auto_class.from_pretrained`.
-        Weights that the folder lacks are initialized. `gguf_file` names a GGUF file in the folder. The model is in
-        evaluation mode. Raises CheckpointError for a folder without a config, and ConfigurationError for an option that
-        the config does not have.
+        `auto_class` is an AutoModelFor... or a model class. `path` is a folder, or the ID of a Hub model in the local
+        cache. `options` are fields of the model's config, `dtype`, `quantization_config`, `revision`, `subfolder`,
+        `cache_dir` and `trust_remote_code`, as in `auto_class.from_pretrained`. Weights that the folder lacks are
+        initialized. `gguf_file` names a GGUF file in the folder. The model is in evaluation mode. Raises
+        CheckpointError for a folder without a config, and ConfigurationError for an unknown option.
         """
         return blank_model(auto_class, model_folder(Path(path), gguf_file, options), gguf_file, options)
 

@@ -18,18 +18,18 @@ import psutil
 import elastic
 from tests.pool import ENVIRONMENT
 
-PACE = 0.3  # seconds that a step takes at least, until the job is told to hurry
-LAST = 10  # steps that are not begun before that
+PACE = 0.3  # minimum seconds per step, until `Agents.hurry` is called
+LAST = 10  # the number of last steps that wait for `Agents.hurry`
 
 
 def interruptible() -> None:
-    """Let a new process end on Ctrl-C: nohup, and the & of a script, have all that they start ignore it."""
+    """Make a new process end on Ctrl-C: processes that a shell script starts with & ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
 class Line:
-    """What rank 0 wrote after a step: the step's number, the layout it ran with, and its loss."""
+    """A line that rank 0 writes after a step: the step's number, layout and loss."""
 
     step: int
     pp_size: int
@@ -38,7 +38,7 @@ class Line:
 
 
 def lines(folder: Path) -> list[Line]:
-    """What is written so far."""
+    """The complete lines that rank 0 has written so far."""
     path = folder / "steps.txt"
     text = path.read_text() if path.exists() else ""
     words = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -46,9 +46,9 @@ def lines(folder: Path) -> list[Line]:
 
 
 class Agents:
-    """Runs `examples/elastic.py` in `folder`, with these arguments, slowly enough to see what happens on the way.
+    """Runs `examples/elastic.py` in `folder` with these arguments, slowly enough for a test to act between steps.
 
-    As a context, it leaves no process behind.
+    As a context manager, it kills all agents and their workers on exit.
     """
 
     def __init__(self, folder: Path, nnodes: str, arguments: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class Agents:
             self.kill(agent)
 
     def start(self, processes: int = 1) -> subprocess.Popen[bytes]:
-        """One more agent. The first one holds the store in which all of them meet."""
+        """Start another agent. The first agent hosts the rendezvous store."""
         flags = ["--nnodes", self.nnodes, "--nproc-per-node", str(processes), "--rdzv-endpoint", self.endpoint]
         conf = ["--rdzv-conf", f"is_host={int(not self.all)}"]
         command = [sys.executable, "-W", "ignore", "-m", "pipeshard.launch", *flags, *conf]
@@ -101,7 +101,7 @@ class Agents:
         return agent
 
     def kill(self, agent: subprocess.Popen[bytes]) -> None:
-        """An agent and its workers, at once, as where a machine is lost."""
+        """Kill an agent and its workers, as if their machine were lost."""
         try:
             everyone = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -114,16 +114,16 @@ class Agents:
         (self.folder / "hurry").touch()
 
     def until(self, what: str, condition: Callable[[list[Line]], bool], timeout: float = 150) -> list[Line]:
-        """Wait until `condition` holds for the lines written; an AssertionError with all outputs ends the wait."""
+        """Wait until `condition` is true of the written lines. Raises AssertionError with all outputs on a timeout."""
         start = time.monotonic()
         while not condition(written := lines(self.folder)):
             if time.monotonic() > start + timeout:
-                raise AssertionError(f"not in {timeout} seconds: {what}\n{self._report()}")
+                raise AssertionError(f"timeout after {timeout} seconds, waiting for: {what}\n{self._report()}")
             time.sleep(0.05)
         return written
 
     def statuses(self, agents: Sequence[subprocess.Popen[bytes]], timeout: float = 150) -> list[int]:
-        """The exit statuses of agents that end by themselves."""
+        """Wait until these agents have exited. Returns their exit statuses."""
         self.until("the end", lambda _: all(agent.poll() is not None for agent in agents), timeout)
         return [agent.returncode for agent in agents]
 

@@ -16,20 +16,20 @@ START, END = "<!-- arguments -->\n", "<!-- end of arguments -->"
 HEAD = "| argument | type | default | unit |\n|---|---|---|---|\n"
 UNITS = {
     "pp_size": "stages",
-    "num_microbatches": "microbatches of a batch",
+    "num_microbatches": "microbatches per batch",
     "microbatch_size": "samples",
     "microbatch_tokens": "tokens, with padding",
-    "num_model_chunks": "chunks of a rank",
+    "num_model_chunks": "chunks per rank",
     "max_norm": "L2 norm of all gradients; 0 or None: no clipping",
     "dp_size": "replicas",
-    "tp_size": "ranks of a stage",
-    "ep_size": "ranks of a stage",
-    "zero_stage": "stage of ZeRO, 0 or 1",
+    "tp_size": "ranks per stage",
+    "ep_size": "ranks per stage",
+    "zero_stage": "ZeRO stage, 0 or 1",
     "initial_scale": "factor of the loss",
     "recompute": "share of a stage's unit calls",
     "activation_checkpoint_interval": "unit calls; 0: no recomputation",
     "timeout": "seconds",
-    "num_slices": "slices of a microbatch",
+    "num_slices": "slices per microbatch",
 }
 
 
@@ -41,7 +41,7 @@ def table() -> str:
 
 
 def typed(annotation: object) -> str:
-    """A type without its modules, and without the bars that would end a cell of the table."""
+    """A type without module names, and with "or" for bars, which would end a cell of the table."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return re.sub(r"\b[a-z_]+\.", "", text).replace(" | ", " or ")
 
@@ -51,7 +51,7 @@ def default(value: object) -> str:
 
 
 def with_table(text: str) -> str:
-    """The page with the table as it is now."""
+    """The text of the page with the current table."""
     before, _, rest = text.partition(START)
     return before + START + table() + END + rest.partition(END)[2]
 

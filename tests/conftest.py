@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on where in memory the numbers are
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums do not depend on memory addresses
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # which is read once, when the hub is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when huggingface_hub is imported
 
 from tests.covering import ALL, SEED, SHARE, drawn, is_of_share, one_in, waiting
 
 if TYPE_CHECKING:
-    from tests.pool import Pool  # which imports torch, and the process that gives out the tests does without
+    from tests.pool import Pool  # imports torch, which the process that distributes tests does not need
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
 
-PROCESSES = 12  # one in so many tests whose ranks may be threads runs on processes
-RANKS = os.environ.get("RANKS", "")  # "threads" or "processes" for all tests that may have either
-TURNS = int(os.environ.get("TURNS") or 64)  # one in so many tests that take turns runs
+PROCESSES = 12  # of the tests whose ranks may be threads, one in PROCESSES runs on processes
+RANKS = os.environ.get("RANKS", "")  # "threads" or "processes", for all tests that support both
+TURNS = int(os.environ.get("TURNS") or 64)  # of the tests that take turns, one in TURNS runs
 
 
-@pytest.hookimpl(trylast=True)  # after those that are deselected by their marks
+@pytest.hookimpl(trylast=True)  # after tests have been deselected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep as many cases of a test as `@pytest.mark.sampled(n)` says, and of the tests marked `turns` those whose turn
-    it is, unless they are asked for by name."""
+    """Deselect all but n cases of each test marked `@pytest.mark.sampled(n)`, the tests marked `turns` whose turn it is
+    not (unless a test is named), and all tests outside this run's share. With -k or a named case, keep all tests."""
     if config.option.keyword or any("[" in argument for argument in config.args):
         return
     cases = defaultdict(list)
@@ -47,24 +47,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Workers begin as copies of this process, which has imported all that tests need, and has run none."""
+    """Start the workers' forkserver as a copy of this process, which has imported the tests, and has not run any."""
     from tests.pool import prepare
 
     gc.collect()
-    gc.freeze()  # a million objects that stay
+    gc.freeze()  # otherwise, each collection scans a million objects that stay
     if any("workers" in getattr(item, "fixturenames", ()) for item in session.items):
         prepare(copied=True)
 
 
 def kind_of(item: pytest.Item) -> Any:
-    """What `@pytest.mark.sampled(n, kind=function)` makes of a case's parameters."""
+    """The result of `kind` in `@pytest.mark.sampled(n, kind=function)` for a case's parameters, or None."""
     marker = item.get_closest_marker("sampled")
     kind = marker.kwargs.get("kind") if marker else None
     return kind(**item.callspec.params) if kind else None  # type: ignore[attr-defined]
 
 
 def waiting_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those marked `turns` whose turn it is not."""
+    """The tests marked `turns` whose turn it is not."""
     taking = {item.nodeid: str(item.path) for item in items if item.get_closest_marker("turns")}
     left = waiting(taking, {str(item.path) for item in items if item.nodeid not in taking}, TURNS)
     return [item for item in items if item.nodeid in left]
@@ -73,11 +73,11 @@ def waiting_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def pytest_report_header() -> str:
     if ALL:
         return f"every case of every test, share {SHARE}"
-    return f"tests and cases of seed {SEED} (SAMPLE_SEED=N draws others)"
+    return f"tests and cases of seed {SEED} (SAMPLE_SEED=N selects others)"
 
 
 def is_local(item: pytest.Item) -> bool:
-    """Whether a test's ranks are threads. In `make exact` they are processes, unless RANKS says otherwise."""
+    """Whether a test's ranks are threads. In `make exact`, they are processes, unless RANKS is "threads"."""
     if item.get_closest_marker("local") is None or item.get_closest_marker("processes") is not None:
         return False
     return RANKS == "threads" if RANKS else not ALL and not one_in(PROCESSES, item.nodeid)
@@ -85,9 +85,9 @@ def is_local(item: pytest.Item) -> bool:
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, workers: "Pool") -> "Pool":
-    """Ranks: `pool.run(function, world_size, *args)` calls a function on every rank. They are worker processes, or
-    threads of one where the test or its module is marked `local`."""
-    from tests.local import LocalPool  # which imports the engine, as not every run of tests needs it
+    """The ranks: `pool.run(function, world_size, *args)` calls a function on every rank. Ranks are worker processes, or
+    the threads of one worker if the test or its module is marked `local` (see `is_local`)."""
+    from tests.local import LocalPool  # imports the engine, which not every run of tests needs
 
     return LocalPool(workers) if is_local(request.node) else workers
 
@@ -101,4 +101,4 @@ def workers() -> Iterator["Pool"]:
     yield pool
     (forkserver,) = pool.run(os.getppid, 1)
     pool.shutdown()
-    os.kill(forkserver, signal.SIGKILL)  # else it would spend seconds on unloading what it has imported
+    os.kill(forkserver, signal.SIGKILL)  # otherwise it would take seconds to unload its modules

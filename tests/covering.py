@@ -1,4 +1,4 @@
-"""Covering: few of many cases: enough of a product that each value or pair occurs, or cases chosen with a seed."""
+"""Covering: selects cases of a test: enough that each value or pair of values occurs, or a sample with a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def seed_of_commit() -> int:
-    """A number that each commit has another one of; one for all where there is no repository."""
+    """A number that depends on the commit, or a constant if there is no repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=6", "HEAD"]
     try:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout, 16)
@@ -28,11 +28,11 @@ ALL = os.environ.get("EXACT") == "all"  # as in `make exact`
 SEED = int(os.environ.get("SAMPLE_SEED") or seed_of_commit())
 os.environ["SAMPLE_SEED"] = str(SEED)  # for the processes of this run
 SHARE = os.environ.get("SHARE", "1/1")  # of `make exact`: 2/8 is the second of eight shares of the tests
-FILES = 6  # of the files whose tests all take turns, one in FILES has a test with each seed
+FILES = 6  # of the files whose tests all take turns, one in FILES runs a test with each seed
 
 
 def one_in(count: int, name: str) -> bool:
-    """Whether this is one of the few names, one in `count`, that the seed draws."""
+    """Whether the seed selects this name. It selects one in `count` names."""
     return zlib.crc32(f"{SEED} {name}".encode()) % count == 0
 
 
@@ -42,8 +42,8 @@ def is_of_share(name: str) -> bool:
 
 
 def waiting(tests: Mapping[str, str], others: Collection[str], turns: int) -> set[str]:
-    """Of tests that take turns, given with their files, those that wait for another seed. One of so many `turns` is
-    theirs. Of the files that are not among the `others`, one in FILES keeps one of its tests in any case."""
+    """The tests that do not run with this seed. `tests` are tests that take turns, with their files. One in `turns` of
+    them runs and, for one in FILES of the files that are not in `others`, at least one test of the file."""
     left = {name for name in tests if not one_in(turns, name)}
     for file in sorted({*tests.values()} - {*others}):
         if not one_in(FILES, file):
@@ -55,12 +55,12 @@ def waiting(tests: Mapping[str, str], others: Collection[str], turns: int) -> se
 
 
 def sample(cases: Sequence[T], count: int, seed: int) -> list[T]:
-    """Some of the cases, in their order; all where there are no more."""
+    """`count` of the cases, in their order, or all cases if there are fewer."""
     return [cases[k] for k in sorted(random.Random(seed).sample(range(len(cases)), min(count, len(cases))))]
 
 
 def drawn(cases: Sequence[T], count: int, kind: Callable[[T], Any] | None = None) -> list[T]:
-    """Some of the cases, and one of each `kind` at least. In `make exact`: all of them."""
+    """About `count` of the cases, at least one of each `kind`. In `make exact`, all cases."""
     if ALL or count >= len(cases):
         return list(cases)
     of_kind: dict[Any, list[int]] = defaultdict(list)
@@ -74,7 +74,7 @@ def drawn(cases: Sequence[T], count: int, kind: Callable[[T], Any] | None = None
 
 def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
     """Cases of the product of `factors`, in its order, in which all combinations of values of any `strength` factors
-    occur. They are chosen greedily, and prefer values that have occurred less. In `make exact`: the whole product."""
+    occur. The greedy choice prefers values that have occurred less. In `make exact`, the whole product."""
     cases = list(itertools.product(*factors))
     if ALL:
         return cases

@@ -21,8 +21,8 @@ DECODERS = (
 )
 ENCODER_DECODERS = ("t5", "bart")
 FAMILIES = (*DECODERS, *ENCODER_DECODERS)
-ALWAYS_TIED = ("t5",)  # whose config sets tie_word_embeddings itself
-# Mixtures of experts whose loss has an auxiliary part, with what their configurations need for it to weigh one half.
+ALWAYS_TIED = ("t5",)  # the config class sets tie_word_embeddings itself
+# Mixtures of experts with an auxiliary loss, and the config fields that add this loss with a weight of 0.5.
 _HALF = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 AUXILIARY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe"), _HALF),
@@ -33,17 +33,17 @@ AUXILIARY: dict[str, dict[str, Any]] = {
     "doge": {**_HALF, "is_moe": True},
     "jetmoe": {"output_router_logits": True, "aux_loss_coef": 0.5},
 }
-CALLS = {"gpt2": 8, "opt": 8, "bloom": 8, "t5": 13, "bart": 15}  # of units in a forward; the others make 7
+CALLS = {"gpt2": 8, "opt": 8, "bloom": 8, "t5": 13, "bart": 15}  # unit calls per forward; all other families make 7
 STARTS = (5, 9, 0, 3)  # where the second sequence of each packed row starts; row 2 has only one
 
 
 def entry_of(name: str) -> Entry:
-    """The entry of a family, as a language model."""
+    """The entry of a family's language model."""
     return (find(f"seq2seq-lm/{name}") or find(f"causal-lm/{name}"))[0]
 
 
 def build_with(entry: Entry, **fields: Any) -> nn.Module:
-    """The entry's model with some fields of its configuration set."""
+    """The entry's model with these fields of its config."""
     with mock.patch.dict(CONFIGS, {str(entry): {**config_fields(entry), **fields}}):
         return build(entry)
 
@@ -65,16 +65,16 @@ def right_padded(data: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed(data: dict[str, Tensor], shift: int = 0) -> dict[str, Tensor]:
-    """Two sequences a row, told by positions that start anew; without a mask, so that the model makes it of them."""
+    """Two sequences per row (row 2 has one). The model derives its mask from `position_ids`, which restart at 0."""
     ids = data["input_ids"]
     starts = torch.tensor([start + shift if start else 0 for start in STARTS])[:, None]
     places = torch.arange(ids.shape[1]).expand_as(ids)
-    labels = data["labels"].masked_fill(places == starts, -100)  # no token follows from another sequence
+    labels = data["labels"].masked_fill(places == starts, -100)  # no token is predicted from another sequence
     return {"input_ids": ids, "position_ids": torch.where(places < starts, places, places - starts), "labels": labels}
 
 
 def packed_with_mask(data: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same, with the (b, 1, s, s) mask that is added to the scores."""
+    """Like `packed`, with a (b, 1, s, s) mask that is added to the attention scores."""
     batch = packed(data)
     length = batch["input_ids"].shape[1]
     sequence = (batch["position_ids"] == 0).cumsum(1)
@@ -83,7 +83,7 @@ def packed_with_mask(data: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without(data: dict[str, Tensor], padding: Callable[[Tensor, int, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Row k without k tokens, where `padding` of (places, length, how many) says."""
+    """Replace k tokens of row k with padding, at the positions that `padding(positions, length, k)` selects."""
     rows, length = data["input_ids"].shape
     pad = padding(torch.arange(length), length, torch.arange(rows)[:, None])
     labels = data["labels"].masked_fill(pad, -100) if data["labels"].shape == pad.shape else data["labels"]
@@ -92,7 +92,7 @@ def _without(data: dict[str, Tensor], padding: Callable[[Tensor, int, Tensor], T
 
 
 def layouts_of(model: nn.Module, data: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The batch in each layout that the model takes, by name."""
+    """The batch in each layout that the model supports, by the layout's name."""
     padded = {"left padding": left_padded(data), "right padding": right_padded(data)}
     if not takes_positions(model):
         return padded

@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 class Hosts:
-    """As a context, it leaves neither processes nor namespaces behind."""
+    """The two hosts. A context manager that kills their processes and deletes the namespaces on exit."""
 
     def __init__(self) -> None:
         number = next(_numbers)
@@ -45,7 +45,7 @@ class Hosts:
 
     def __exit__(self, *error: object) -> None:
         for host, name in enumerate(self.names):
-            with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it may not have come to be
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):  # the namespace may not exist
                 while pids := self.processes(host):
                     for pid in pids:
                         os.kill(pid, signal.SIGKILL)
@@ -65,7 +65,7 @@ class Hosts:
         return process
 
     def cut(self, end: int) -> None:
-        """Pull the cable out of a host: what either sends to the other from now on is lost, and neither is told."""
+        """Disconnect a host. From now on, packets in both directions are lost, and neither host gets an error."""
         _ip("-n", self.names[end], "link", "set", INTERFACE, "down")
 
     def mend(self) -> None:
@@ -87,7 +87,7 @@ class Hosts:
         return [int(pid) for pid in _ip("netns", "pids", self.names[host]).split()]
 
     def listening(self, host: int) -> list[tuple[str, int]]:
-        """Address and port of every socket there that others can connect or send to; `*` is any address."""
+        """The address and port of every TCP and UDP socket that listens on a host; `*` is any address."""
         sockets = _ip("netns", "exec", self.names[host], "ss", "--listening", "--tcp", "--udp", "-nH")
         local = [line.split()[4].rpartition(":") for line in sockets.splitlines()]
         return [("*" if address in ("0.0.0.0", "[::]") else address, int(port)) for address, _, port in local]
@@ -95,14 +95,14 @@ class Hosts:
 
 @functools.cache
 def missing() -> str:
-    """Why there can be no hosts here; "" if there can."""
+    """The reason why this machine does not support such hosts; "" if it does."""
     try:
         with Hosts() as hosts:
             hosts.listening(0)
     except FileNotFoundError:
         return "the command ip (of Debian's iproute2) is missing"
     except subprocess.CalledProcessError as error:
-        return f"network namespaces cannot be made: {error.stderr.strip()}"
+        return f"network namespaces cannot be created: {error.stderr.strip()}"
     return ""
 
 

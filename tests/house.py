@@ -1,6 +1,6 @@
 """House: the imports between modules, and the picture of the layers in docs/design.md.
 
-`python -m tests.house` writes the picture again.
+`python -m tests.house` updates the picture.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pipeshard"
 PAGE = ROOT / "docs" / "design.md"
-# From the bottom to the top; what stands in one row may not import each other.
+# From the bottom to the top. Entries of the same row may not import each other.
 LAYERS = (
     ("errors", "garbage", "hf", "private", "replaced", "script"),
     ("ghost", "options"),
@@ -39,13 +39,13 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the package by its name without `pipeshard.`; packages' own files are left out."""
+    """The modules of the package, except __init__.py files, by their name without `pipeshard.`."""
     files = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
     return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The modules of the package that a file imports anywhere: inside functions and for annotations too."""
+    """Yield the package's modules that a file imports, including imports in functions and for annotations."""
     known = modules()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pipeshard":
@@ -64,8 +64,8 @@ def graph() -> dict[str, set[str]]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that import each other, directly or through others: what is left once all that import nothing of the
-    rest, or that nothing of the rest imports, are gone."""
+    """The modules in import cycles, or on a path between cycles. They remain after modules that import no remaining
+    module, or that no remaining module imports, have been removed repeatedly."""
     left = set(edges)
     while gone := {
         name for name in left if not edges[name] & left or not any(name in edges[other] for other in left - {name})
@@ -75,7 +75,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def picture() -> str:
-    """A line for each layer, the highest first: its folders and modules, what they are, and what they import."""
+    """For each folder and module, the highest layer first: its name and purpose, and what it imports."""
     edges = graph()
     rows = []
     for names in reversed(LAYERS):
@@ -93,7 +93,7 @@ def picture() -> str:
 
 
 def with_picture(text: str) -> str:
-    """The page with the picture as it is now."""
+    """The text of the page with the current picture."""
     start, end = text.index(MARK) + len(MARK), text.index("```", text.index(MARK) + len(MARK))
     return f"{text[:start]}{picture()}\n{text[end:]}"
 

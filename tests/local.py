@@ -44,7 +44,7 @@ _rank: ContextVar[SimpleNamespace | None] = ContextVar("rank", default=None)  # 
 
 
 class LocalPool(Pool):
-    """A pool whose ranks share a worker of another one."""
+    """A pool whose ranks are threads of one worker of another pool."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -61,11 +61,11 @@ class LocalPool(Pool):
 
 
 class NeedsProcesses(BaseException):
-    """Ends a rank that the local world cannot stand in for."""
+    """Raised on a rank that requires processes, so that the process pool repeats the job."""
 
 
 def outcomes(call: bytes, world_size: int) -> list[Outcome]:
-    """How each rank ends that runs the pickled (fn, args, kwargs)."""
+    """Run the pickled (fn, args, kwargs) on each rank. Returns the ranks' outcomes."""
     ended: dict[int, Outcome] = {}
     own = [OfRank() for _ in range(world_size)]
     world = LocalWorld(world_size, keeping=iter(own).__next__)
@@ -92,7 +92,7 @@ def outcomes(call: bytes, world_size: int) -> list[Outcome]:
 
 
 def record_of(world: LocalWorld, group: WorldGroup, own: "OfRank") -> SimpleNamespace:
-    """What torch notes of process groups, for a rank of this world."""
+    """A stand-in for torch's record of process groups (`distributed_c10d._world`), for a rank of this world."""
     return SimpleNamespace(
         default_pg=group,
         pg_map=OfAnyGroup(lambda group: ("local", None)),
@@ -106,7 +106,7 @@ def record_of(world: LocalWorld, group: WorldGroup, own: "OfRank") -> SimpleName
 
 
 class OfAnyGroup(dict[WorldGroup, Any]):
-    """Something of each group of a local world; they are made when they are asked for."""
+    """A dict that computes its value for a group of a local world when the value is read."""
 
     def __init__(self, made: Callable[[WorldGroup], Any]) -> None:
         self._made = made
@@ -123,18 +123,18 @@ class OfAnyGroup(dict[WorldGroup, Any]):
 
 @contextmanager
 def in_place_of_processes() -> Iterator[None]:
-    """Inside, the world that torch and the plugin see on a rank's thread is the local one."""
+    """Context manager in which torch and the plugin use the local world on the ranks' threads."""
     watching._names.clear()
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())  # ranks that end out of turn would leave each other's filters
+        stack.enter_context(warnings.catch_warnings())  # otherwise, ranks restore each other's filters
         stack.enter_context(mock.patch.object(dist.distributed_c10d, "_world", Groups(dist.distributed_c10d._world)))
         stack.enter_context(mock.patch("pipeshard.plugin.shared_grid", OwnGrid))
-        cached: Any = vars(PipelinePlugin)["stage_manager"]  # Python 3.11 has a lock around it: ranks wait in it
+        cached: Any = vars(PipelinePlugin)["stage_manager"]  # in Python 3.11, ranks wait while they hold its lock
         stack.enter_context(mock.patch.object(cached, "lock", nullcontext(), create=True))
         stack.enter_context(mock.patch.object(ProcessGroupMesh, "along", needs_processes))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", needs_processes))
         stack.enter_context(mock.patch.object(dist.distributed_c10d, "_new_group_with_tag", needs_processes))
-        stack.enter_context(mock.patch("pipeshard.plugin.constructing", nullcontext))  # it counts a process's calls
+        stack.enter_context(mock.patch("pipeshard.plugin.constructing", nullcontext))  # counts a process's calls
         stack.enter_context(mock.patch("pipeshard.plugin.watch_world", lambda *_: None))
         stack.enter_context(mock.patch("pipeshard.engine.division.trace", Traces()))
         stack.enter_context(mock.patch.object(pytest.MonkeyPatch, "setattr", needs_processes))
@@ -148,7 +148,7 @@ def needs_processes(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def patches_of_ranks() -> Iterator[None]:
-    """Inside, a rank notes what it patches."""
+    """Context manager in which each rank records its mock patches while they are active."""
     kinds = [mock._patch, mock._patch_dict]  # type: ignore[attr-defined]
     plain = [(kind, kind.__enter__, kind.__exit__) for kind in kinds]
     for kind, enter, leave in plain:
@@ -161,7 +161,7 @@ def patches_of_ranks() -> Iterator[None]:
 
 
 def noting(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
-    """`__enter__` or `__exit__` of a patch, which the rank that runs knows of."""
+    """Wrap `__enter__` or `__exit__` of mock patches, to update the running rank's record of patches."""
 
     def noted(patch: Any, *error: Any) -> Any:
         result, rank = method(patch, *error), _rank.get()
@@ -175,7 +175,7 @@ def noting(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
 
 
 class OfRank:
-    """What a process has of its own, in place while its rank runs: random generators, and what it has patched."""
+    """A rank's own random state and mock patches, as in a process. They are active inside this context manager."""
 
     def __init__(self) -> None:
         self.patches: list[Any] = []
@@ -193,7 +193,7 @@ class OfRank:
 
 
 def taken_out(patch: Any) -> Any:
-    """Undo a patch for a while, and return what it had put in place."""
+    """Undo a patch temporarily. Returns the value that it had set."""
     if isinstance(patch, mock._patch_dict):  # type: ignore[attr-defined]
         value = dict(patch.in_dict)
         put(patch, patch._original)
@@ -215,7 +215,7 @@ def put(patch: Any, value: Any) -> None:
 
 
 class Groups:
-    """torch's record of process groups: on the thread of a rank its own, else that of the process."""
+    """torch's record of process groups: the rank's record on a rank's thread, otherwise the record of the process."""
 
     def __init__(self, outside: Any) -> None:
         vars(self)["outside"] = outside
@@ -243,8 +243,8 @@ class OwnGrid(LocalGrid):
 
 
 class Traces:
-    """`trace` as boost calls it. All ranks have the same model then, so that the Dataflow of the first is that of the
-    others: those of the test's world, or of the proof's."""
+    """A stand-in for `trace` in boost: the first rank traces, and the other ranks of its world get the same Dataflow,
+    since their models are the same. A test and the verification inside it have separate worlds."""
 
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[LocalWorld, dict[int, tuple[Any, Dataflow]]] = WeakKeyDictionary()
@@ -261,7 +261,7 @@ class Traces:
 
 
 def shape_of(model: nn.Module, batch: Batch) -> Any:
-    """What two ranks' models and batches have in common, unless a test makes them differ."""
+    """Properties that a model and a batch share with those of all other ranks, unless a test makes ranks differ."""
     tensors = [(name, t.shape, t.dtype, t.requires_grad, t.device) for name, t in model.named_parameters()]
     leaves = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in batch.leaves]
     return type(model), model.training, tensors, batch.paths, leaves

@@ -1,4 +1,4 @@
-"""Messages: the texts of errors, in the order of the attempts that raised them."""
+"""Messages: the messages of errors, in the order of the attempts that raise them."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +8,7 @@ import pytest
 
 
 def messages_of(attempts: Iterable[Callable[[], Any]], *kinds: type[Exception]) -> list[str]:
-    """The message of the error, of one of these kinds, that each attempt raises."""
+    """Assert that each attempt raises an error of one of these classes. Returns the errors' messages."""
     messages = []
     for attempt in attempts:
         with pytest.raises(kinds) as caught:
@@ -18,14 +18,14 @@ def messages_of(attempts: Iterable[Callable[[], Any]], *kinds: type[Exception]) 
 
 
 def assert_told(messages: Sequence[str], expected: Sequence[str]) -> None:
-    """Each message matches its pattern, and there is none beside."""
+    """Assert that there is one message for each pattern, and that it matches the pattern."""
     assert len(messages) == len(expected)
     for what, message in zip(expected, messages, strict=True):
         assert re.search(what, message, re.DOTALL), message
 
 
 def assert_told_alike(messages_of_ranks: Sequence[Sequence[str]], expected: Sequence[str]) -> None:
-    """Every rank has the same messages, which match their patterns."""
+    """Assert that all ranks have the same messages, and that these match the patterns."""
     first, *others = messages_of_ranks
     assert all(messages == first for messages in others)
     assert_told(first, expected)

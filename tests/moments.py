@@ -11,12 +11,12 @@ import safetensors.torch
 
 from pipeshard.checkpoint import safetensors_files as shards
 
-SAVED = "safetensors.saved"  # which writes files by itself
+SAVED = "safetensors.saved"  # safetensors writes files without an audit event
 EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", SAVED)
 
 
 class Moments:
-    """Counts what this process does to the file system, and kills it at the moment given."""
+    """Counts this process's file system operations, and kills the process at operation `fatal`, counted from 0."""
 
     def __init__(self, fatal: int | None = None) -> None:
         self.count, self.fatal, self.on = 0, fatal, True

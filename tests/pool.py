@@ -5,8 +5,8 @@
     Pool.run ────────── asks for ─▶ forks ───────────────────────▶ rank 0, 1, ...   (kept for the next job)
              ◀─────── one Outcome each, within the timeout ───────
 
-Importing takes seconds and happens once; a worker is then forked in milliseconds. The forkserver of tests is itself
-forked, from the process that has collected them.
+Imports take seconds and run once; a worker is then forked in milliseconds. In a run of tests, the forkserver itself is
+a fork of the process that has collected the tests.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from tests.worker import POLLUTED, Job, Outcome, class_name, serve
 T = TypeVar("T")
 
 MAX_WORKERS = 8
-GRACE = 3.0  # seconds that the other ranks have once one has failed
+GRACE = 3.0  # seconds that the other ranks have after one has failed
 PRELOAD = [
     "pytest",
     "torch.distributed.device_mesh",
@@ -44,7 +44,7 @@ PRELOAD = [
 ]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "PIPESHARD_CRASH": "",  # reports of ranks that fail, in folders of their own tests alone
+    "PIPESHARD_CRASH": "",  # crash reports are written only in tests that set a folder
     "OMP_NUM_THREADS": "1",  # a process that has started threads cannot be forked safely
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
@@ -52,27 +52,28 @@ ENVIRONMENT = {
 
 
 def prepare(copied: bool = False) -> None:
-    """Start importing in the background, or, with `copied`, in a copy of this process, which has imported much already;
-    on Linux, where that is safe. Returns at once."""
+    """Start the forkserver, which imports in the background, and return at once. With `copied`, on Linux, where this is
+    safe, the forkserver is a copy of this process, which has imported most modules."""
     copied = copied and sys.platform == "linux"
     way = mock.patch("multiprocessing.util.spawnv_passfds", fork) if copied else nullcontext()
     with mock.patch.dict(os.environ, ENVIRONMENT):
-        resource_tracker.ensure_running()  # the forkserver would start it, as a copy too
+        resource_tracker.ensure_running()  # otherwise the forkserver would start it, also as a copy
         with way:
             forkserver.set_forkserver_preload(PRELOAD)
             forkserver.ensure_running()
 
 
 def fork(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
-    """Run what `python -c` would in a copy of this process, which closes the other end of the pipe that ends it."""
+    """Run a `python -c` command in a copy of this process. The copy closes its duplicate of the pipe's other end, so it
+    exits when this process ends."""
     if process := os.fork():
         return process
     for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {*passed}:
         with contextlib.suppress(OSError):
             if any(os.path.sameopenfile(descriptor, one) for one in passed):
                 os.close(descriptor)
-    logging.root.handlers.clear()  # those of pytest, which would keep what workers log
-    # It is held here: a worker that starts processes by a server of its own, as a DataLoader does, would wait for it.
+    logging.root.handlers.clear()  # pytest's handlers would store the workers' log records
+    # The lock is held in the copy: a worker that starts its own forkserver, as a DataLoader may, would wait for it.
     forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
     try:
         exec(args[-1], {})
@@ -81,13 +82,13 @@ def fork(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
 
 
 class WorkerError(Exception):
-    """A job failed. The message shows every rank, the first to fail first."""
+    """A job failed. The message describes all ranks, beginning with the rank that failed first."""
 
 
 class Pool:
-    """Up to 8 workers. What they print goes to the test's own output once a job has ended.
+    """Up to 8 workers. When a job has ended, their output is printed as output of the test.
 
-    With method "spawn" each one imports by itself: a process that has used a GPU cannot be forked.
+    With method "spawn", each worker imports all modules itself, since a process that has used a GPU cannot be forked.
     """
 
     def __init__(self, method: str = "forkserver") -> None:
@@ -97,10 +98,10 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
 
     def run(self, fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
-        """Call `fn(*args, **kwargs)` on every rank of a gloo world of its own; the ranks' return values, in order.
+        """Call `fn(*args, **kwargs)` on every rank of a new gloo world. Returns the list of the ranks' results.
 
         Args:
-            fn: a function of a module. It, the arguments and the return values travel by pickle.
+            fn: a function of a module. The function, its arguments and its results are pickled.
             world_size: at most 8.
             timeout: seconds.
 
@@ -121,7 +122,7 @@ class Pool:
         timeout: float = 60.0,
         **kwargs: Any,
     ) -> list[str]:
-        """Like `run`, where every rank is to raise `error`: the ranks' messages, in order.
+        """Like `run`, but every rank must raise `error`. Returns the list of the ranks' messages.
 
         Raises:
             WorkerError: a rank returned, raised anything else, died, or was stuck.
@@ -166,7 +167,7 @@ class Pool:
             raise ValueError(f"world_size={count}: use 1 to {MAX_WORKERS}.")
         if self._method == "forkserver":
             prepare()
-        # One that was killed may take a while to die, on a machine without memory.
+        # A killed worker may take a while to exit, if the machine is out of memory.
         self._workers = [one for one in self._workers if one.process.is_alive() and not one.connection.closed]
         while len(self._workers) < count:
             self._workers.append(_Worker(Path(self._folder.name), self._method))
@@ -174,7 +175,7 @@ class Pool:
 
 
 class _Worker:
-    """The test process's end of one worker."""
+    """A worker, as the test process sees it."""
 
     def __init__(self, logs: Path, method: str) -> None:
         context: Any = get_context(method)
@@ -210,7 +211,7 @@ class _Worker:
 
 @dataclass
 class _Deadline:
-    at: float  # seconds of the monotonic clock; may move while it is waited for
+    at: float  # seconds of the monotonic clock; may change during the wait
 
 
 def _collect(workers: list[_Worker], timeout: float) -> list[Outcome]:
@@ -220,7 +221,7 @@ def _collect(workers: list[_Worker], timeout: float) -> list[Outcome]:
         outcomes[rank] = workers[rank].outcome()
         if outcomes[rank].kind != "returned":
             deadline.at = min(deadline.at, time.monotonic() + GRACE)
-    # Only now do the ranks that returned leave their groups, so that none is cut off from a slower one.
+    # Ranks that returned leave their groups only now, so that no slower rank loses its connection to them.
     closing = [rank for rank, outcome in outcomes.items() if outcome.kind != "died"]
     for rank in closing:
         with contextlib.suppress(OSError):
@@ -240,7 +241,7 @@ def _collect(workers: list[_Worker], timeout: float) -> list[Outcome]:
 
 
 def _ready(workers: list[_Worker], ranks: Sequence[int], deadline: _Deadline) -> Iterator[int]:
-    """Each of `ranks` as soon as it has something to say, until the deadline."""
+    """Yield each of `ranks` as soon as it has sent a message, until the deadline."""
     pending: dict[Any, int] = {workers[rank].connection: rank for rank in ranks}
     while pending and (ready := wait(list(pending), max(0.0, deadline.at - time.monotonic()))):
         for connection in ready:
@@ -248,7 +249,7 @@ def _ready(workers: list[_Worker], ranks: Sequence[int], deadline: _Deadline) ->
 
 
 def _stacks(workers: list[_Worker], ranks: Sequence[int]) -> dict[int, str]:
-    """What each of these ranks printed, and then the Python stacks of all its threads."""
+    """The output of each of these ranks, followed by the Python stacks of all its threads."""
     before = {rank: len(workers[rank].output()) for rank in ranks}
     for rank in ranks:
         os.kill(workers[rank].process.pid or 0, signal.SIGUSR1)
@@ -256,7 +257,7 @@ def _stacks(workers: list[_Worker], ranks: Sequence[int]) -> dict[int, str]:
     deadline = time.monotonic() + 2.0
     while ranks and time.monotonic() < deadline:
         time.sleep(0.1)
-        # A dump is complete once it has begun and grows no more.
+        # A dump is complete if it has begun and no longer grows.
         last, seen = seen, {rank: workers[rank].output() for rank in ranks}
         if last == seen and all(len(seen[rank]) > before[rank] for rank in ranks):
             break
@@ -264,7 +265,7 @@ def _stacks(workers: list[_Worker], ranks: Sequence[int]) -> dict[int, str]:
 
 
 def _describe(outcomes: list[Outcome], timeout: float) -> str:
-    """All ranks: those that failed in the order they did so, then the stuck ones, then those that returned."""
+    """Describe all ranks: failed ranks in the order of their failures, then stuck ranks, then ranks that returned."""
     order = {"died": 0, "raised": 0, "stuck": 1, "returned": 2}
     ranks = sorted(range(len(outcomes)), key=lambda rank: (order[outcomes[rank].kind], outcomes[rank].at))
     first = outcomes[ranks[0]]

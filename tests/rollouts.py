@@ -28,12 +28,12 @@ def prompts(count: int) -> datasets.Dataset:
 
 
 def vowels(completions: list[str], **_: Any) -> list[float]:
-    """A toy reward: the vowels of a completion."""
+    """A toy reward: the number of vowels in a completion, plus a hundredth of its length."""
     return [sum(letter in "aeiou" for letter in text) + 0.01 * len(text) for text in completions]
 
 
 class Drawn:
-    """A reward with a state, which draws numbers by every generator and logs."""
+    """A reward with a state, which uses random numbers of Python and torch, and logs values."""
 
     __name__ = "drawn"
 
@@ -53,12 +53,12 @@ async def waited(completions: list[str], **_: Any) -> list[float]:
 
 @dataclass
 class Kind:
-    """What is trained: the arguments of the config, and what the Trainer is given."""
+    """A kind of run: `arguments` of the config, and arguments of the Trainer (`given`)."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
     trainer: str = "GRPO"
-    lora: str = ""  # "new" adapters, or "given" ones, whose copy is the reference
+    lora: str = ""  # "new": adapters that the Trainer adds; "given": the model's own, with a copy as reference
     rewards: str = "vowels"
 
 
@@ -86,7 +86,7 @@ KINDS: dict[str, Kind] = {
 
 
 def base(folder: str | Path) -> str:
-    """A folder with the model that is trained, from which TRL loads the reference; one process calls it first."""
+    """Create the folder of the model, from which TRL also loads the reference. Call it before the ranks start."""
     path = Path(folder) / "base"
     if not path.exists():
         zoo.build("llama").save_pretrained(path)
@@ -108,7 +108,7 @@ def rewards(kind: Kind) -> dict[str, Any]:
 
 
 def make(name: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> Any:
-    """A Trainer of this kind, through a pipeline if there are arguments for one."""
+    """A Trainer of this kind, with a pipeline if `plugin` contains its arguments."""
     kind = KINDS[name]
     usual = {"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-3, "per_device_train_batch_size": 8, "seed": 5}
     generated = {"num_generations": 4, "max_completion_length": 8}
@@ -134,7 +134,7 @@ def make(name: str, folder: str, plugin: dict[str, Any] | None = None, **others:
 
 
 def shown(made: Any) -> tuple[list[dict[str, Any]], list[str], dict[str, list[float]]]:
-    """What is logged, the last completions, and their rewards."""
+    """The logs, the last completions and their rewards."""
     left_out = (*TIMES, "step_time")
     logs = [
         {name: value for name, value in entry.items() if not any(part in name for part in left_out)}
@@ -151,7 +151,7 @@ def run(name: str, folder: str, plugin: dict[str, Any] | None = None, **others: 
 
 
 def differences(found: Any, expected: Any) -> list[str]:
-    """Where two runs differ."""
+    """The differences between two runs."""
     (logs, *made), (others, *wanted) = found, expected
     problems = near(*([{key: -1.0 if v is None else v for key, v in e.items()} for e in log] for log in (logs, others)))
     return problems + [f"{one} instead of {other}" for one, other in zip(made, wanted, strict=True) if one != other]

@@ -1,13 +1,13 @@
-"""Snippets: the code blocks of README.md and docs, run in the order of their page, on the ranks that it describes.
+"""Snippets: the code blocks of README.md and docs, run in the order of each page, on as many ranks as it describes.
 
-The language of a block determines how it runs: `python`, the added lines of a `diff`, `bash`, or `console`, whose
+The language of a block determines how it runs: `python`, `diff` without its removed lines, `bash`, or `console`, whose
 output is compared. `text`, `json`, `toml` and `yaml` blocks do not run. A comment before a block contains the reason
 why it does not run here, the name of the file in which a reader saves it, or the number of ranks for which the block
 creates a plugin without using it: `<!-- not run: needs Slurm -->`, `<!-- file: train.py -->`, `<!-- ranks: 32 -->`.
 
 ColossalAI is hidden, except from a page that installs it.
 
-`python -m tests.snippets [PAGE ...]` runs the pages, and lists the blocks that it has not run.
+`python -m tests.snippets [PAGE ...]` runs the pages, and lists the blocks that do not run.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ BLOCK = re.compile(rf"^(?P<comment>{COMMENT}\n?)? *```(?P<language>[^\n]*)\n(?P<
 RUN, SHOWN = ("python", "diff", "bash", "console"), ("text", "json", "toml", "yaml")
 FOUR = ("docs/elastic.md", "docs/coming-from/megatron.md", "docs/coming-from/torchtitan.md")  # pages with 4 ranks
 TIMEOUT = 600.0
-# Packages are not installed again, and what a target of make runs has tests of its own.
+# `pip install` does nothing, and `make` is a dry run, since its targets have their own tests.
 SHELL = f"set -euo pipefail\npip() {{ test $1 = install; }}\nmake() {{ command make -C {ROOT} -n $@ >/dev/null; }}\n"
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by whoever runs this
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by a launcher of this process
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,18 @@ class Snippet:
     line: int
     language: str
     code: str
-    reason: str = ""  # why it is not run
-    file: str = ""  # what it is saved as
-    ranks: int = 0  # how many a plugin needs that is made here, and used nowhere
+    reason: str = ""  # why it does not run
+    file: str = ""  # the name of the file in which it is saved
+    ranks: int = 0  # the number of ranks for a plugin that the block creates and does not use
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
 
 def snippets(page: Path) -> list[Snippet]:
-    """The blocks of a page that are run, saved or not run for a reason.
+    """The blocks of a page that run, are saved, or do not run for a reason.
 
-    Raises ValueError for a block that is none of these, and for a comment without its block.
+    Raises ValueError for a block in an unknown language without a reason, and for a comment without a block.
     """
     text, name, found = page.read_text(), os.path.relpath(page, ROOT), []
     for block in BLOCK.finditer(text):
@@ -93,7 +93,7 @@ def snippets(page: Path) -> list[Snippet]:
 
 
 def check(page: Path, pool: Pool) -> list[list[float]]:
-    """Run a page's blocks. Returns the `losses` that they leave on each rank."""
+    """Run a page's blocks. Returns the value of their variable `losses` on each rank."""
     found = [one for one in snippets(page) if not one.reason]
     ranks = (4 if os.path.relpath(page, ROOT) in FOUR else 2) if any(map(is_python, found)) else 1
     with tempfile.TemporaryDirectory(prefix="snippets-") as folder:
@@ -102,7 +102,7 @@ def check(page: Path, pool: Pool) -> list[list[float]]:
 
 
 def run(found: list[Snippet], folder: str) -> list[float]:
-    """The blocks of a page on this rank, in one namespace."""
+    """Run the blocks of a page on this rank, in one namespace. Returns the value of their variable `losses`."""
     from tests.trainers import launched
 
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -111,8 +111,8 @@ def run(found: list[Snippet], folder: str) -> list[float]:
         stack.enter_context(launched())
         if not any("colossalai" in one.code for one in found if one.language == "bash"):
             stack.enter_context(hidden("colossalai"))
-        joined = stack.enter_context(mock.patch("torch.distributed.init_process_group"))  # this rank is in one
-        whole = any("coming-from" in one.page for one in found)  # scripts, which take nothing from elsewhere
+        joined = stack.enter_context(mock.patch("torch.distributed.init_process_group"))  # the pool has called it
+        whole = any("coming-from" in one.page for one in found)  # complete scripts, which assume no variables
         if dist.get_world_size() > 1 and not whole:
             names |= assumed(boosted="trainer" not in found[0].page)  # a Trainer boosts the model itself
         for one in found:
@@ -132,7 +132,7 @@ def run(found: list[Snippet], folder: str) -> list[float]:
 
 @contextlib.contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """As if this package were not installed."""
+    """Context manager in which importing this package raises ImportError, as if it were not installed."""
     loaded = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] == package}
     sys.modules.update(dict.fromkeys([package, *loaded]))  # type: ignore[arg-type]  # an import of None raises
     try:
@@ -143,7 +143,7 @@ def hidden(package: str) -> Iterator[None]:
 
 
 def is_python(one: Snippet) -> bool:
-    """Whether the ranks run it."""
+    """Whether the ranks run the block."""
     return one.language in ("python", "diff") and not one.file
 
 
@@ -154,7 +154,7 @@ def new_lines(one: Snippet) -> str:
 
 
 def shell(one: Snippet) -> None:
-    """Run a block's commands, as a user would who has installed pipeshard."""
+    """Run a block's commands, like a user who has installed pipeshard."""
     command, output = one.code, ""
     if one.language == "console":
         command, output = re.fullmatch(r"\$ ((?:[^\n]*\\\n)*[^\n]*\n)(.*)", one.code, re.DOTALL).groups()  # type: ignore[union-attr]
@@ -170,7 +170,7 @@ def shell(one: Snippet) -> None:
 
 
 def furnish(folder: Path) -> None:
-    """What pages assume to be there: a model with its tokenizer, chats, scripts, and pipeshard's own folders."""
+    """Create the files that pages assume: a model with its tokenizer, chats, scripts, and pipeshard's folders."""
     from tests import trls, zoo
 
     (folder / "hidden").mkdir()
@@ -190,7 +190,7 @@ def furnish(folder: Path) -> None:
 
 
 def assumed(boosted: bool) -> dict[str, Any]:
-    """What the fragments of a page take from the reader's own script: a model, boosted and trained for a step."""
+    """The variables of the reader's script that a page uses. With `boosted`, the model has been trained for a step."""
     import datasets
     import trl
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments

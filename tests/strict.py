@@ -20,11 +20,11 @@ from torch import Tensor
 from pipeshard.distributed.p2p import Edge, EdgeP2P
 from tests.streams import Lanes
 
-PATIENCE = 3.0  # seconds after which what waits is taken to wait for ever
+PATIENCE = 3.0  # seconds after which a wait counts as a deadlock
 
 
 class OrderError(RuntimeError):
-    """On NCCL ranks would wait for each other for ever, or take one message for another."""
+    """With NCCL, ranks would deadlock, or receive another message than the expected one."""
 
 
 class Stream:
@@ -52,7 +52,7 @@ class Stream:
 
 
 class StrictWork:
-    """What is waited for as a `dist.Work` is."""
+    """A posted message, with the methods of `dist.Work`."""
 
     def __init__(self, done: Future[None]) -> None:
         self.done = done
@@ -66,7 +66,7 @@ class StrictWork:
 
 
 class StrictP2P(EdgeP2P):
-    """A stream for each edge; as `kernels`, so that messages are posted in one order."""
+    """A stream for each edge. `kernels` is True, so messages are posted in an order that does not deadlock."""
 
     lanes = Lanes("edge", numbered=True)
     last: StrictP2P
@@ -84,7 +84,7 @@ class StrictP2P(EdgeP2P):
         return self.streams[lane].post(tensor, self.ranks[source])
 
     def synchronize(self) -> None:
-        """As torch.cuda.synchronize(): wait for all that was posted."""
+        """Wait for all posted messages, like torch.cuda.synchronize()."""
         until = time.monotonic() + PATIENCE
         while not all(work.is_completed() for stream in self.streams.values() for work in stream.works):
             if time.monotonic() > until:
@@ -93,7 +93,7 @@ class StrictP2P(EdgeP2P):
 
 
 class EarlyP2P(StrictP2P):
-    """Receives are posted early, as they are where messages are no kernels."""
+    """Receives are posted early, as in a transport whose messages are not kernels."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
@@ -101,7 +101,7 @@ class EarlyP2P(StrictP2P):
 
 
 class PairP2P(EarlyP2P):
-    """And both directions of a pair share a stream, as p2p="isend" had it with NCCL."""
+    """Early receives, and one stream for both directions of a pair of ranks, as p2p="isend" once had with NCCL."""
 
     lanes = Lanes("pair", numbered=True)
 

@@ -1,7 +1,7 @@
 """Targets: GPT-2 (tied) and llama, trained by each runtime that accepts a split model, with the real packages.
 
 `python -m tests.targets PYTHON ...` compares the losses of every target with those of one process; `make targets`
-passes the Python of DeepSpeed's environment as the second PYTHON. With --target, this command is one of its own ranks.
+passes the Python of DeepSpeed's environment as the second PYTHON. The command starts its ranks with --target.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TARGETS = ("one process", "colossalai", "torch", "deepspeed")
 
 
 def batch(name: str, seed: int) -> dict[str, Tensor]:
-    """All samples have as many labels: not every runtime weighs its microbatches by them."""
+    """A batch whose samples have equal numbers of labels: not every runtime weights microbatches by them."""
     data = zoo.batch(name, seed=seed)
     return {**data, "labels": data["input_ids"].clone()}
 
@@ -92,7 +92,7 @@ def by_deepspeed(name: str) -> Iterator[float]:
 
 
 def rank(target: str, output: Path) -> None:
-    """Train both models by one target; the last rank writes the losses."""
+    """Train both models with one target. The last rank writes the losses to `output`."""
     torch.set_num_threads(1)
     if target == "deepspeed":
         import deepspeed
@@ -124,7 +124,7 @@ def losses_of(target: str, python: str, folder: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("python", nargs="*", default=[sys.executable], help="interpreters: of pipeshard, of deepspeed")
+    parser.add_argument("python", nargs="*", default=[sys.executable], help="Python of pipeshard, of DeepSpeed")
     parser.add_argument("--target", choices=TARGETS)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -141,7 +141,7 @@ def main() -> None:
             print(f"{name:6} {target:12} {' '.join(f'{loss:.6f}' for loss in losses[name])}  differs by {worst:.1e}")
             wrong += [f"{name} by {target}"] * (worst > TOLERANCE)
     if wrong:
-        sys.exit(f"targets: other losses than one process: {', '.join(wrong)}")
+        sys.exit(f"targets: losses differ from those of one process: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tests.trainers import TASKS, differences, first_class, launched, llama, log
 
 PAGE = ROOT / "docs" / "trainer.md"
 BEGIN, END = "<!-- features -->\n", "<!-- end of features -->"
-LEAST = 56  # that work, of 62
+LEAST = 56  # the minimum number of features that work
 
 
 def nothing(folder: str) -> dict[str, Any]:
@@ -36,17 +36,17 @@ def nothing(folder: str) -> dict[str, Any]:
 
 @dataclass
 class Feature:
-    """A task with other `arguments` of TrainingArguments, and what `more(folder)` gives the Trainer itself."""
+    """A task with additional TrainingArguments `arguments` and Trainer arguments `more(folder)`."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     task: str = "plain"
     more: Callable[[str], dict[str, Any]] = nothing
-    then: Callable[[Any], list[dict[str, Any]]] | None = None  # with the Trainer, after training
-    logged: Callable[[str, dict[str, Any] | None], list[dict[str, Any]]] | None = None  # in place of all of this
+    then: Callable[[Any], list[dict[str, Any]]] | None = None  # called with the Trainer after training
+    logged: Callable[[str, dict[str, Any] | None], list[dict[str, Any]]] | None = None  # replaces the other fields
     close: float = 1e-6
     plugin: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
-    window: int | None = None  # gradient_accumulation_steps of one process
+    window: int | None = None  # gradient_accumulation_steps in one process
     refused: bool = False
 
 
@@ -56,7 +56,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Events(TrainerCallback):
-    """The order in which a Trainer calls its callbacks."""
+    """A callback that records the order in which a Trainer calls its methods."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -82,7 +82,7 @@ def optimizers(folder: str) -> dict[str, Any]:
 
 
 def wide(folder: str) -> dict[str, Any]:
-    """A model with matrices of 4096 numbers, the fewest of which bitsandbytes has states in 8 bits."""
+    """A model with matrices of at least 4096 elements, the minimum for which bitsandbytes keeps 8-bit states."""
     torch.manual_seed(0)
     return {"model": LlamaForCausalLM(LlamaConfig(**zoo.TINY | {"hidden_size": 64, "intermediate_size": 96}))}
 
@@ -145,7 +145,7 @@ def events(made: Any) -> list[dict[str, Any]]:
 
 
 def rolled_out(folder: str, plugin: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The logs of TRL's two trainers that generate what they train on."""
+    """The logs of TRL's two trainers that generate their training data."""
     from tests import rollouts
 
     if plugin is None:
@@ -164,7 +164,7 @@ def inputs_too(predictions: Any) -> dict[str, float]:
 
 
 class Summed:
-    """Metrics of batches, that are summed."""
+    """A metric that is summed over batches."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -290,12 +290,12 @@ FEATURES: dict[str, Feature] = {
 
 
 def attempt(name: str, folder: str, plugin: dict[str, Any] | None = None) -> list[dict[str, Any]] | str:
-    """What is logged with a feature, or what is said where it is refused."""
+    """Train with a feature. Returns the logs, or the error that refuses the feature."""
     feature = FEATURES[name]
     split = plugin is not None
     if feature.logged is not None:
         return feature.logged(folder, plugin)
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start workers
     arguments = {"max_steps": 4, **feature.arguments}
     if not split and feature.window:
         arguments["gradient_accumulation_steps"] = feature.window
@@ -317,7 +317,7 @@ def attempt(name: str, folder: str, plugin: dict[str, Any] | None = None) -> lis
 
 
 def verdict(pool: Pool, name: str) -> str:
-    """ "works" or "refused: ..."; whatever else it says is a failure."""
+    """Run a feature. Returns "works", "refused: ..." or, if it fails, "failed: ..." or "differs: ..."."""
     feature = FEATURES[name]
     with tempfile.TemporaryDirectory() as folder:
         expected = [] if feature.refused else attempt(name, folder)
@@ -340,7 +340,7 @@ def table(verdicts: dict[str, str]) -> str:
 
 
 def written(text: str, verdicts: dict[str, str]) -> str:
-    """The page with the table of these."""
+    """The text of the page with the table of these verdicts."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     return pattern.sub(lambda _: f"{BEGIN}{table(verdicts)}{END}", text)
 

@@ -30,7 +30,7 @@ OF_TRL = {
 
 
 def losses(pool: Pool, kind: str, folder: str, steps: int = STEPS) -> tuple[list[float], list[float]]:
-    """Those of one process, and those of two stages, which are alike on both ranks."""
+    """The losses of one process, and the losses of two stages, which must be equal on both ranks."""
     options: dict[str, Any] = {"max_steps": steps, "timeout": 600}
     if kind in OF_TRL.values():
         expected = trls.run(kind, folder, max_steps=steps, eval_strategy="no")

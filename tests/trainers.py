@@ -29,7 +29,7 @@ LOGGED += ("num_input_tokens_seen", "epoch")
 
 
 def texts(count: int, seed: int = 3) -> list[dict[str, Tensor]]:
-    """Samples of several lengths, of which some tokens are no labels."""
+    """Samples of several lengths. In most of them, the first tokens have no label."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for k in range(count):
@@ -47,7 +47,7 @@ def pairs(count: int, seed: int = 3) -> list[dict[str, Tensor]]:
 
 
 def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch as long as the longest sample."""
+    """A batch that is padded to its longest sample."""
 
     def stacked(tensors: list[Tensor], filler: int) -> Tensor:
         if not tensors[0].ndim:
@@ -78,7 +78,7 @@ def with_prompts() -> nn.Module:
 
 
 def first_class(predictions: EvalPrediction) -> dict[str, float]:
-    """What depends on every prediction, on their order, and on which label each has."""
+    """Metrics that depend on every prediction, on its position and on its label."""
     logits = predictions.predictions[0] if isinstance(predictions.predictions, tuple) else predictions.predictions
     labels, chosen = predictions.label_ids, logits.argmax(-1)
     valid = labels != -100
@@ -87,7 +87,7 @@ def first_class(predictions: EvalPrediction) -> dict[str, float]:
 
 
 class Weighted(Trainer):
-    """A Trainer whose loss is its own, as in transformers' documentation."""
+    """A Trainer with its own loss, as in transformers' documentation."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
@@ -105,7 +105,7 @@ def halved(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
 
 @dataclass
 class Task:
-    """What is trained: `cut` are PipelinePlugin's arguments, `more` the Trainer's own."""
+    """A model, data and a Trainer class. `arguments` are TrainingArguments; `more` are the Trainer's own arguments."""
 
     model: Callable[[], nn.Module]
     data: Callable[..., list[dict[str, Tensor]]]
@@ -158,7 +158,7 @@ def arguments(task: Task, folder: Path | str, **others: Any) -> TrainingArgument
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Let accelerate see the ranks of this world, as after torchrun."""
+    """Context manager in which accelerate sees the ranks of this world, as after torchrun."""
     names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
     environment = {name: str(value) for name, value in names.items()} if dist.get_world_size() > 1 else {}
     with mock.patch.dict(os.environ, environment | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}):
@@ -170,7 +170,7 @@ def launched() -> Iterator[None]:
 
 
 def forget() -> None:
-    """What accelerate keeps for the whole process."""
+    """Reset the state that accelerate keeps for the whole process."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
@@ -182,7 +182,7 @@ def trainer(
     more: dict[str, Any] | None = None,
     **others: Any,
 ) -> Any:
-    """A Trainer of this task, through a pipeline where there are arguments for one."""
+    """A Trainer for this task or, if `plugin` contains its arguments, a Trainer with a pipeline."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     task = TASKS[name]
@@ -207,7 +207,7 @@ def logs(made: Any) -> list[dict[str, float]]:
 
 
 def run(name: str, folder: Path | str, resume: Any = None, **others: Any) -> list[dict[str, float]]:
-    """What is logged while a task is trained and evaluated."""
+    """Train and evaluate a task. Returns the logs."""
     made = trainer(name, folder, **others)
     made.train(resume_from_checkpoint=resume)
     made.evaluate()
@@ -215,13 +215,14 @@ def run(name: str, folder: Path | str, resume: Any = None, **others: Any) -> lis
 
 
 def run_pipeline(name: str, folder: str, resume: Any = None, **others: Any) -> list[dict[str, float]]:
-    """The same on every rank of a world."""
+    """Like `run`, on every rank of a world."""
     with launched():
         return run(name, folder, resume, **others)
 
 
 def differences(found: list[dict[str, float]], expected: list[dict[str, float]], close: float = 1e-6) -> list[str]:
-    """Where two logs differ; norms are sums of squares in another order."""
+    """The differences between two logs. Gradient norms may differ more, since their squares are summed in another
+    order."""
     if [list(entry) for entry in found] != [list(entry) for entry in expected]:
         return [f"other entries: {found} instead of {expected}"]
     return [

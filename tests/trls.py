@@ -63,11 +63,11 @@ def adapters(**fields: Any) -> Any:
 
 
 def of_a_folder() -> dict[str, Any]:
-    """A model that stages load, and adapters of which some begin with what is loaded."""
+    """A model whose stages load their weights. Some of its adapters are initialized from the loaded weights."""
     model = zoo.build("llama")
     if torch.distributed.is_initialized():
         folder = tempfile.mkdtemp()
-        model.config.save_pretrained(folder)  # the model's own is of the first rank alone
+        model.config.save_pretrained(folder)  # each rank has its own folder
         save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
         model = PipelinePlugin.from_pretrained(type(model), folder)
     torch.manual_seed(5)
@@ -84,7 +84,7 @@ def with_experts() -> Any:
 
 
 def with_saved_adapters() -> dict[str, Any]:
-    """A model that stages load, with adapters and a copy of the head that were trained before."""
+    """A model whose stages load their weights, with adapters and a copy of the head that were trained before."""
     folder, model = tempfile.mkdtemp(), zoo.build("llama")
     model.config.save_pretrained(folder)
     save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
@@ -99,7 +99,7 @@ def with_saved_adapters() -> dict[str, Any]:
 
 
 def in_four_bits() -> dict[str, Any]:
-    """A model with packed weights, of transformers or of stages, and adapters."""
+    """A 4-bit model, loaded by transformers or (on ranks) by the stages, and the config of its adapters."""
     folder = tempfile.mkdtemp()
     model: Any = zoo.build("llama")
     model.config.save_pretrained(folder)
@@ -108,13 +108,13 @@ def in_four_bits() -> dict[str, Any]:
     of = (type(model),) if loads is PipelinePlugin else ()
     config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = loads.from_pretrained(*of, folder, quantization_config=config, dtype=torch.float32)
-    for module in model.modules():  # some CPUs evaluate with scales in 16 bits, and not with layers of this size
+    for module in model.modules():  # some CPUs evaluate with 16-bit scales, which fails for layers of this size
         module.support_avx512bf16_for_cpu = False
     torch.manual_seed(5)
     return {"model": model, "peft_config": adapters()}
 
 
-# For each kind: the Trainer, its arguments beside the usual ones, and what it is given.
+# For each kind: the Trainer, additional arguments of its config, and a function that returns its own arguments.
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "packing": ("SFT", {"packing": True, "max_length": 16}, dict),
     "completion": ("SFT", {}, dict),
@@ -154,10 +154,10 @@ def run(kind: str, folder: str, plugin: dict[str, Any] | None = None, **others: 
     return [{key: value for key, value in entry.items() if not any(t in key for t in TIMES)} for entry in history]
 
 
-CLOSE = {"lora in four bits": 1e-3}  # TRL trains adapters on a quantized base in bf16, and sums its norm in that
+CLOSE = {"lora in four bits": 1e-3}  # TRL trains adapters of a quantized base in bf16, and sums their norm in bf16
 
 
 def near(found: list[dict[str, float]], expected: list[dict[str, float]], close: float = 2e-6) -> list[str]:
-    """Differences, with what is small beside one compared as it is."""
+    """The differences between two logs. 1 is added to all values, so small values are compared by absolute error."""
     lifted = [[{key: value + 1.0 for key, value in entry.items()} for entry in log] for log in (found, expected)]
     return differences(*lifted, close=close)

@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-3
 
 
 class Unsplit:
-    """A model trained by plain torch: `backward` on whole batches, or on microbatches with the batch's loss."""
+    """A model trained with plain torch. `backward` runs a whole batch, and `backward_in_parts` its microbatches."""
 
     def __init__(self, model: nn.Module, max_norm: float = 0.0) -> None:
         self.model, self.max_norm = model, max_norm
@@ -37,7 +37,8 @@ class Unsplit:
         return loss.detach()
 
     def backward_in_parts(self, data: Any, **split: int) -> Tensor:
-        """The order of sums of a pipeline: each microbatch's mean loss, weighed by its share of the valid labels."""
+        """Run a backward with a pipeline's order of sums: the mean loss of each microbatch is weighted by the
+        microbatch's share of the valid labels. Returns the sum."""
         parts = read_batch(self.model, data).split(**split)
         counts = [valid_labels(self.model, part.tensors["labels"]) for part in parts]
         total: Tensor | None = None
@@ -59,7 +60,7 @@ class Unsplit:
 
 
 def refusal(**options: Any) -> str:
-    """What is said to these arguments, which are refused."""
+    """The error message for invalid arguments of PipelineConfig."""
     with pytest.raises(ConfigurationError) as caught:
         PipelineConfig(**{"pp_size": 1, "num_microbatches": 2, **options})
     return str(caught.value)
@@ -72,7 +73,7 @@ def valid_labels(model: nn.Module, labels: Tensor) -> int:
 
 
 class Split:
-    """The same model behind the real Booster and plugin."""
+    """A model that ColossalAI's Booster has boosted with a PipelinePlugin."""
 
     def __init__(self, model: nn.Module, pp_size: int, sample: Any, **arguments: Any) -> None:
         plugin = PipelinePlugin(pp_size=pp_size, dry_run_input=sample, **arguments)
@@ -92,7 +93,7 @@ class Split:
         self.optimizer.zero_grad()
 
     def cut(self, num_microbatches: int) -> None:
-        """Cut batches into so many microbatches from now on."""
+        """Cut all later batches into `num_microbatches` microbatches."""
         cuts = self.model.pipeline.cuts
         cuts.config = replace(cuts.config, num_microbatches=num_microbatches)
 
@@ -102,7 +103,8 @@ class Split:
 
 
 def differences(split: Split, unsplit: Unsplit, data: Any, tolerance: float = 1e-6, **parts: int) -> list[str]:
-    """One backward of both on the same batch; what then differs here. With `parts` the order of sums is the same."""
+    """Run one backward of both on the same batch. Returns the differences on this rank. With `parts`, both models have
+    the same order of sums, and the losses must be equal bit for bit."""
     reference = unsplit.backward_in_parts(data, **parts) if parts else unsplit.backward(data)
     return compared(split, unsplit, split.backward(data)["loss"], reference, tolerance, bitwise=bool(parts))
 
@@ -110,7 +112,7 @@ def differences(split: Split, unsplit: Unsplit, data: Any, tolerance: float = 1e
 def compared(
     split: Split, unsplit: Unsplit, loss: Tensor, reference: Tensor, tolerance: float = 1e-6, bitwise: bool = False
 ) -> list[str]:
-    """What differs here after a backward of both, which gave these losses; `bitwise` is for the losses."""
+    """The differences on this rank after a backward of both with these losses; `bitwise` applies to the losses."""
     found = []
     close = abs(float(loss - reference)) <= tolerance * abs(float(reference))
     equal = torch.equal(loss, reference) if bitwise else close
@@ -129,8 +131,8 @@ def compared(
 
 
 def gradient_error(split: Split, unsplit: nn.Module, single: float = 1e-3) -> float:
-    """The largest error of a held gradient, relative to its own norm, or a thousandth of the largest one; of a single
-    number, for which other numbers cancel out, relative to that share of the largest one."""
+    """The largest error of a held gradient, relative to its norm or, if that is larger, to a thousandth of the largest
+    norm. For a gradient with one element, in which terms may cancel out, `single` replaces this thousandth."""
     reference = {name: p.grad for name, p in unsplit.named_parameters()}
     largest = max(float(g.norm()) for g in reference.values() if g is not None)
     worst = 0.0
@@ -146,7 +148,7 @@ def gradient_error(split: Split, unsplit: nn.Module, single: float = 1e-3) -> fl
 
 
 def relative_errors(model: nn.Module, unsplit: nn.Module, floor: float = 0.0) -> list[float]:
-    """Of the gradients of a boosted model that are held here: each relative to its own norm, or to `floor`."""
+    """The errors of a boosted model's held gradients, relative to their norms, or to `floor` if it is larger."""
     reference = dict(unsplit.named_parameters())
     errors = []
     for name, parameter in model.named_parameters():

@@ -27,17 +27,17 @@ from torch import nn
 from pipeshard.distributed import mesh
 from pipeshard.private import leave_below, modes_entered
 
-CLEAN, POLLUTED = b"clean", b"polluted"  # how a worker is after a job
-SETTLE = 0.3  # seconds in which ranks that fail together do so before the first of them leaves
+CLEAN, POLLUTED = b"clean", b"polluted"  # the state of a worker after a job
+SETTLE = 0.3  # seconds that a failed rank stays in its groups, so that other ranks can fail by themselves
 
 
 @dataclass
 class Job:
-    """What one rank is to run."""
+    """The job of one rank."""
 
     rank: int
     world_size: int
-    meeting_point: str  # a file that is not there yet
+    meeting_point: str  # a file that does not exist yet
     timeout: float
     call: bytes  # pickled (fn, args, kwargs)
 
@@ -50,16 +50,16 @@ class Outcome:
     value: Any = None
     message: str = ""
     text: str = ""  # a traceback, the stacks of all threads, or what the worker printed
-    classes: tuple[str, ...] = ()  # of the exception and its bases
-    at: float = 0.0  # by the monotonic clock, which all processes share
+    classes: tuple[str, ...] = ()  # the names of the exception's class and its bases
+    at: float = 0.0  # time of the monotonic clock, which all processes share
 
 
 def serve(connection: Connection, log: str) -> None:
-    """A worker's life: jobs come, outcomes go, until the pool closes the connection.
+    """Run jobs and send their outcomes, until the pool closes the connection.
 
-    What it prints, and the stacks of its threads when it gets SIGUSR1 or crashes, go to the file `log`.
+    The worker's output, and the stacks of its threads after SIGUSR1 or a crash, are written to the file `log`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the pool decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     handle = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(handle, 1)
@@ -70,7 +70,7 @@ def serve(connection: Connection, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, 2)
     torch.set_num_threads(1)
     state = _state()
-    gc.freeze()  # half a million objects, imported before the fork: to look through them takes a rank a second or more
+    gc.freeze()  # otherwise collections scan half a million objects of imports, for a second or more
     with contextlib.suppress(EOFError):
         while True:
             job: Job = pickle.loads(connection.recv_bytes())
@@ -80,20 +80,20 @@ def serve(connection: Connection, log: str) -> None:
             connection.send_bytes(outcome)
             if pickle.loads(outcome).kind != "returned":
                 if not dist.is_initialized():
-                    return  # an init_process_group that fails leaves torch's count of groups unlike that of other ranks
-                # A rank that failed leaves its groups soon, which wakes those that wait for it.
+                    return  # after a failed init_process_group, torch's count of groups differs between ranks
+                # A failed rank leaves its groups soon, which wakes the ranks that wait for it.
                 if not connection.poll(SETTLE):
                     _leave()
             connection.recv_bytes()
             _leave()
-            if modes_entered():  # those of a job's models
+            if modes_entered():  # modes that a job's models have entered
                 gc.collect()
                 leave_below(*modes_entered())
             connection.send_bytes(CLEAN if _state() == state else POLLUTED)
 
 
 def _state() -> tuple[Any, ...]:
-    """What a job may change for all that come after it. Raises if it has ended what this process computes on a GPU."""
+    """The global state that a job may change for later jobs. Raises an error if the job has broken the GPU context."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
@@ -104,7 +104,7 @@ def _state() -> tuple[Any, ...]:
 
 
 def class_name(cls: type) -> str:
-    """A class's full name, by which it is known in every process."""
+    """A class's full name, which identifies it in every process."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -133,7 +133,7 @@ def _leave() -> None:
     mesh._grids.clear()
     groups = list(dist.distributed_c10d._world.pg_map)
     if tensors := sys.modules.get("torch.distributed.tensor.debug"):
-        tensors._clear_sharding_prop_cache()  # whose meshes have the names of these groups
+        tensors._clear_sharding_prop_cache()  # the cached meshes contain the names of these groups
     if dist.is_initialized():
         dist.destroy_process_group()
     threads = [threading.Thread(target=groups.pop) for _ in groups]
@@ -144,7 +144,7 @@ def _leave() -> None:
 
 
 def _exit_with_parent() -> None:
-    """No worker outlives the test process, however that ended."""
+    """Exit when the test process has ended, for whatever reason."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -88,7 +88,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-# Not for every test: normalizes queries and keys of each head.
+# Models for some tests only. Qwen3 normalizes the queries and keys of each head.
 EXTRA: dict[str, Callable[[int], nn.Module]] = {
     "qwen3": lambda layers: transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(**_with(TINY, layers), head_dim=8, tie_word_embeddings=True)
@@ -97,7 +97,7 @@ EXTRA: dict[str, Callable[[int], nn.Module]] = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 4) -> nn.Module:
-    """A model of the zoo, the same for the same seed, in training mode (no dropout)."""
+    """A model of the zoo in training mode, without dropout. Its weights depend only on the arguments."""
     torch.manual_seed(seed)
     model: Any = {**MODELS, **EXTRA}[name](layers).to(dtype).train()
     if name == "t5":
@@ -106,7 +106,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: 
 
 
 def batch(name: str, rows: int = 8, length: int = 12, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A batch with uneven labels: every row keeps another number of them, row 2 none."""
+    """A batch. For language models, each row has another number of labels; row 2 has none."""
     generator = torch.Generator().manual_seed(seed)
     if name == "vit":
         pixels = torch.randn(rows, 3, 16, 16, generator=generator, dtype=dtype)
@@ -118,13 +118,13 @@ def batch(name: str, rows: int = 8, length: int = 12, seed: int = 0, dtype: torc
 
 
 def packed(*lengths: int) -> Any:
-    """Documents of these lengths as one row, with their boundaries."""
+    """One row of documents of these lengths, with their boundaries."""
     flatten = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     return flatten([{"input_ids": list(range(1, length + 1))} for length in lengths])
 
 
 def part(data: Any, replica: int, rows: list[int]) -> Any:
-    """The samples of one replica, which has `rows[replica]` of them."""
+    """The `rows[replica]` samples of one replica."""
     first = sum(rows[:replica])
     return {name: value[first : first + rows[replica]] for name, value in data.items()}
 
@@ -136,7 +136,7 @@ def uneven(labels: Tensor) -> Tensor:
 
 
 def left_padded(data: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same batch with 0, 1, 2, ... padding tokens at the left."""
+    """The same batch, in which row k begins with k % 4 padding tokens."""
     ids, mask, labels = data["input_ids"].clone(), data["attention_mask"].clone(), data["labels"].clone()
     for row in range(len(ids)):
         pad = row % 4
