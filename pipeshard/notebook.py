@@ -44,7 +44,7 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         folder = Path(name)
         (folder / CALL).write_bytes(_copied(fn, args))
         if (status := _run_agent(folder, ranks)) or _failure(folder):
-            unknown = f"a rank failed without an exception (the launcher's status is {status}): see the output above"
+            unknown = f"the launcher exited with status {status}, but no rank raised an exception: see the output above"
             raise RankError(_failure(folder) or unknown)
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
 

@@ -79,7 +79,8 @@ class PipelinePlugin:
 
     Attributes:
         config: the arguments as a PipelineConfig. Each of its fields is also a read-only attribute of the plugin.
-        grid: this process's position and the process groups. If you use it before `booster.boost`, do so on every rank.
+        grid: this process's position and the process groups. Its first use is a collective: before `booster.boost`,
+            use it on all ranks or on none.
 
     Raises ConfigurationError for invalid arguments. `booster.boost` raises it if arguments differ between ranks.
     """
@@ -200,8 +201,7 @@ class PipelinePlugin:
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> PipelineCheckpointIO:
-        """The checkpoint IO of this plugin. Returns the same object in every call, since it tracks the background
-        save."""
+        """The checkpoint IO of this plugin. All calls return the same object, which tracks the background save."""
         return self._checkpoint_io
 
     def supported_devices(self) -> list[str]:

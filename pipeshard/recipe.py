@@ -57,7 +57,8 @@ class PipelineArguments:
     microbatches: int | None = setting(None, "Microbatches per step. By default, one per gradient accumulation step.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
     partition: str = setting(
-        "auto", "auto, uniform, parameters, type:REGEX, speed:1.0,0.6, unit calls of each stage (3,4), or unit names."
+        "auto",
+        "auto, uniform, parameters, type:REGEX, speed:1.0,0.6, unit calls per stage (3,4), or units to cut after.",
     )
     precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16"))
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
@@ -327,7 +328,7 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
         if not hasattr(train, "train_test_split"):
             raise ConfigurationError(
                 f"test_split_size={settings.test_split_size} requires data of a known length, but dataset_streaming is "
-                "set: remove one of the two. Without test_split_size, evaluation uses the split dataset_test_split"
+                "set: remove one of the two. Without test_split_size, dataset_test_split names the split for evaluation"
             )
         train, test = train.train_test_split(settings.test_split_size, seed=settings.seed).values()
     elif settings.eval_strategy != "no":

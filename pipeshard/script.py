@@ -118,7 +118,7 @@ def note(folder: Path, kind: str, text: str) -> bool:
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
     """The class of an error with which the last `attempts` attempts all ended, each within `seconds` of the previous
-    attempt, or None if there is no such error. Errors that another rank caused do not count."""
+    attempt; None if no error did. Errors that another rank caused do not count."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")

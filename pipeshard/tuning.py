@@ -71,7 +71,7 @@ def main(kind: str, arguments: Sequence[str]) -> int:
 
 
 def refuse_no_rendezvous(settings: Namespace) -> None:
-    """Raise ConfigurationError if each of several machines would wait for the others at its own localhost."""
+    """Raise ConfigurationError if several machines have no common rendezvous address: each would use its localhost."""
     variables = {"PET_RDZV_ENDPOINT", "PET_RDZV_BACKEND", "PET_MASTER_ADDR"}
     is_given = settings.rdzv_endpoint or variables & os.environ.keys()
     if settings.nnodes > 1 and not is_given:
@@ -357,7 +357,7 @@ def has_checkpoint(folder: str) -> bool:
 
 
 def quiet() -> None:
-    """Disable progress bars, and FutureWarnings, which would be about TRL's own calls of transformers."""
+    """Disable progress bars and FutureWarnings, which TRL's own calls of transformers cause."""
     import datasets
     from transformers.utils.logging import disable_progress_bar
 

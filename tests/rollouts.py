@@ -86,7 +86,7 @@ KINDS: dict[str, Kind] = {
 
 
 def base(folder: str | Path) -> str:
-    """Create the folder of the model, from which TRL also loads the reference. Call it before the ranks start."""
+    """The folder of the model, from which TRL also loads the reference. Call it in one process first."""
     path = Path(folder) / "base"
     if not path.exists():
         zoo.build("llama").save_pretrained(path)
