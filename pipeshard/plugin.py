@@ -354,7 +354,8 @@ class PipelinePlugin:
         The DataLoader tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves
         this position. `options` are DataLoader's own arguments (drop_last, num_workers, collate_fn, batch_sampler,
         ...), and may be combined as in DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1, and
-        pipeshard divides the sampler's order among the replicas.
+        pipeshard divides the sampler's order among the replicas. torch's DistributedSampler shuffles with its own
+        default seed instead of `seed`.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
