@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,9 @@ def own_sampler() -> list[list[int]]:
     plugin = PipelinePlugin(pp_size=1, dp_size=dist.get_world_size(), num_microbatches=2)
     loader: Any = plugin.prepare_dataloader(list(range(8)), 2, distributed_sampler_cls=Backwards)  # type: ignore[arg-type]
     loader.sampler.set_epoch(1)
+    shuffled = partial(plugin.prepare_dataloader, list(range(64)), 64, True, distributed_sampler_cls=DistributedSampler)  # type: ignore[arg-type]
+    orders = {tuple(next(iter(shuffled(seed=seed))).tolist()) for seed in (1, 2)}
+    assert len(orders) == 2, "the seed of prepare_dataloader did not reach torch's DistributedSampler"
     return [batch.tolist() for batch in loader]
 
 

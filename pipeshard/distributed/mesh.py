@@ -227,8 +227,8 @@ class Grid:
     """`dp_size` replicas of a pipeline of `pp_size` stages. Each stage (or its experts) is sharded across `tp_size`
     ranks.
 
-    Consecutive ranks are the slices of one stage, then the stages of one replica, then the replicas (Megatron's order
-    tp-pp-dp): with two replicas of two stages, the pipelines are ranks 0, 1 and ranks 2, 3.
+    Consecutive ranks are the slices of one stage, then the stages of one replica, then the replicas (order="tp-pp-dp"
+    in Megatron): with two replicas of two stages, the pipelines are ranks 0, 1 and ranks 2, 3.
 
     Attributes:
         dp_size: the number of replicas.
