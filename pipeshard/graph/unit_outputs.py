@@ -332,6 +332,6 @@ def _tell(unit: nn.Module, path: str, result: Any) -> None:
         if changed:
             raise TraceError(
                 f"the forward hook on {path} ({type(module).__name__}) returns a new output. Hooks on modules inside a "
-                f"unit ({type(unit).__name__}) may only read outputs, since stages without the unit only replay the "
-                "hook: change the output in the module's forward instead"
+                f"unit ({type(unit).__name__}) may only read outputs, since stages without the unit call the hook, but "
+                "not the code that uses the output: change the output in the module's forward instead"
             )

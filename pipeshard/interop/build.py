@@ -122,8 +122,8 @@ class StageModule(nn.Module):
         if graph_task() != -1:
             raise UsageError(
                 f"stage {self.index} was called in the backward pass (by a checkpoint around the stage?), where its "
-                "dropout masks would differ from those of the first forward. Remove the checkpoint, and call "
-                "model.gradient_checkpointing_enable() before build, which recomputes each layer"
+                "dropout masks would differ from those of the first forward. Remove the checkpoint. To recompute "
+                "each layer instead, call model.gradient_checkpointing_enable() before build"
             )
         model, policy, criterion = self._source
         policy.replace_forward()  # again, since another build of the same model may have replaced it

@@ -221,12 +221,14 @@ class Torch(Target):
 
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
         p, rest = divmod(num_stages, self.num_model_chunks)
-        if rest or not dist.is_initialized():
+        if not dist.is_initialized():
             raise ConfigurationError(
-                f"target='torch' requires a process group and a multiple of num_model_chunks={self.num_model_chunks} "
-                f"stages, got {num_stages} stages and {'a' if dist.is_initialized() else 'no'} process group. Call "
-                "torch.distributed.init_process_group before build, and pass cuts that define a multiple of "
-                f"{self.num_model_chunks} stages"
+                "target='torch' requires a process group: call torch.distributed.init_process_group before build"
+            )
+        if rest:
+            raise ConfigurationError(
+                f"target='torch' places num_model_chunks={self.num_model_chunks} stages on each rank, got {num_stages} "
+                f"stages: pass cuts that define a multiple of {self.num_model_chunks} stages"
             )
         self.grid = Grid(p, 1)
         placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]

@@ -37,7 +37,7 @@ class Packed(nn.Module, ABC):
 
     Attributes:
         mark: the model attribute by which peft and transformers recognize a model with layers of this class.
-        whole_shape: the shape of the weight in a checkpoint.
+        whole_shape: the shape of the weight in an unquantized checkpoint.
     """
 
     mark: ClassVar[str]
