@@ -154,16 +154,19 @@ def weighted(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Noting(Trainer):
-    """Its metrics read what its loss does not: a column, the mask, a hidden state."""
+    """Its metrics read what its loss does not: a column, the mask, a hidden state. It counts in a large array."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shown: list[Tensor] = []
+        self.counts = np.zeros(200_000)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         weights = inputs.pop("weights")
         outputs = model(**inputs, output_hidden_states=True)
+        self.counts[-1] += 1
         self.shown += [
+            torch.tensor(self.counts[-1]),
             weights.mean(),
             outputs.hidden_states[1].detach().norm(),
             inputs["attention_mask"].float().mean(),
@@ -394,6 +397,18 @@ def test_a_memory_tracker_s_peak_is_the_rank_s_own() -> None:
     tracker.cpu_mem_used_peak, trainer.other.count = 2, 1
     kept.restore()
     assert (tracker.cpu_mem_used_peak, trainer.other.count) == (2, 0)
+
+
+def test_a_large_array_that_a_trial_writes_to_is_restored() -> None:
+    """A loss that counted in an array of more than 1 MiB after the model call was refused, with the advice to do so
+    after the model call."""
+    trainer = SimpleNamespace(counts=np.full(200_000, np.nan), callback_handler=SimpleNamespace(callbacks=[]))
+    kept, early = KeptState(trainer, copies=True), KeptState(trainer)
+    trainer.counts[3] = 1.0
+    with pytest.raises(UsageError, match=r"self\.counts \(1\.5 MB\) in place before it calls the model"):
+        early.restore()
+    kept.restore()
+    assert np.isnan(trainer.counts).all() and not any(kept.changes())
 
 
 def sample(monitor: Monitor) -> None:

@@ -60,15 +60,15 @@ class KeptState(Snapshot):
     """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
     objects.
 
-    With `copies`, tensors of any size can be restored. Otherwise, only tensors of at most SMALL_BYTES bytes can be
-    restored.
+    With `copies`, tensors and arrays of any size can be restored. Otherwise, only tensors of at most SMALL_BYTES bytes
+    and arrays of at most LARGEST_ARRAY bytes can be restored.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
         self.trainer, self.copies = trainer, copies
         self.roots = _roots(trainer)
         self.marks: list[Any] = []  # one per tensor
-        self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large arrays
+        self.arrays: list[tuple[Path, np.ndarray[Any, Any], int, Any]] = []  # large arrays, with their sums and copies
         self.files: list[tuple[Path, Any, int]] = []
         self._of_threads = _changed_by_threads(trainer)
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
@@ -87,7 +87,7 @@ class KeptState(Snapshot):
         for (path, holder, key, tensor, version), mark in zip(self.tensors, self.marks, strict=True):
             if tensor._version != version or not _is_marked(tensor, mark):
                 yield Change(path, holder, key, tensor, tensor)
-        for path, array, code in self.arrays:
+        for path, array, code, _ in self.arrays:
             if _code(array) != code:
                 yield Change(path, array, None, array, array)
         for path, file, at in self.files:
@@ -101,25 +101,26 @@ class KeptState(Snapshot):
     def restore(self) -> None:
         """Restore everything that has changed."""
         marks = {id(tensor): mark for (*_, tensor, _), mark in zip(self.tensors, self.marks, strict=True)}
+        marks |= {id(array): copy for _, array, _, copy in self.arrays}
         for change in list(self.changes()):
             if change.before is not change.now:
                 undo(change)
                 continue
             mark = marks.get(id(change.now))
-            if not isinstance(mark, Tensor):
+            if not isinstance(mark, Tensor | np.ndarray):
                 size = change.now.nbytes / 2**20
                 raise UsageError(
                     f"compute_loss modifies {_place_name(change.path)} ({size:.1f} MB) in place before it "
                     "calls the model, and every rank would have to undo this change: make the change after the model "
                     "call"
                 )
-            with torch.no_grad():
-                change.now.data.copy_(mark)
+            _write(change.now, mark)
 
     def _skips(self, path: Path, value: Any) -> bool:
         """Whether the walk skips the value. Also records large arrays and open files."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST_ARRAY:
-            self.arrays.append((path, value, _code(value)))
+            has_copy = self.copies and value.flags.writeable  # a file that is mapped for reading may exceed the memory
+            self.arrays.append((path, value, _code(value), value.copy() if has_copy else None))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
             self.files.append((path, value, at))
         return _is_apart(value) or id(value) in self._of_threads
@@ -193,11 +194,8 @@ class KeptState(Snapshot):
             elif how == "added":
                 start, *entries = value
                 holder[start:] = entries  # in evaluation, this rank has already appended its own
-            elif isinstance(holder, np.ndarray):
-                holder[...] = value
             else:
-                with torch.no_grad():
-                    holder.data.copy_(value)
+                _write(holder, value)
 
 
 class ValueWriter:
@@ -438,6 +436,15 @@ def _is_marked(tensor: Tensor, mark: Any) -> bool:
     if torch.equal(tensor, mark):
         return True
     return mark.is_floating_point() and torch.equal(tensor.nan_to_num(), mark.nan_to_num())
+
+
+def _write(target: Any, value: Any) -> None:
+    """Overwrite the values of a tensor or an array in place."""
+    if isinstance(target, np.ndarray):
+        target[...] = value
+        return
+    with torch.no_grad():
+        target.data.copy_(value)
 
 
 def _tensor_sum(tensor: Tensor) -> int:
