@@ -163,7 +163,8 @@ def on_meta(content: Content) -> Content:
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
     """The combined description of all ranks' states, and the first rank that holds each parameter. Raises
-    CheckpointError if the options of a group, or states that do not belong to a parameter, differ between ranks."""
+    CheckpointError if the number of groups, the options of a group, or states that do not belong to a parameter differ
+    between ranks."""
     whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}, "shared": {}}
     owners: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
@@ -178,7 +179,9 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
                     "the ranks before it. Compute this state from values that are the same on all ranks, or keep it in "
                     "the state of each parameter"
                 )
-    for k, groups in enumerate(zip(*(description["param_groups"] for description in descriptions), strict=True)):
+    of_ranks = [description["param_groups"] for description in descriptions]
+    _refuse_uneven([len(groups) for groups in of_ranks])
+    for k, groups in enumerate(zip(*of_ranks, strict=True)):
         # An optimizer may set some options only in groups that have parameters.
         used = [rank for rank, group in enumerate(groups) if group["params"]] or [*range(len(groups))]
         first, *others = (_compared(groups[rank]) for rank in used)
@@ -192,6 +195,17 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
         params = dict.fromkeys(name for group in groups for name in group["params"])
         whole["param_groups"].append(groups[used[0]] | {"params": list(params)})
     return whole, owners
+
+
+def _refuse_uneven(counts: list[int]) -> None:
+    """Raise CheckpointError if the number of groups differs between ranks."""
+    other = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
+    if other:
+        raise CheckpointError(
+            f"the optimizer's number of parameter groups is {counts[0]} on rank 0, but {counts[other]} on rank "
+            f"{other}: call optimizer.add_param_group on every rank, with the same parameters, including parameters "
+            "that the rank does not hold"
+        )
 
 
 def _compared(group: Mapping[str, Any]) -> dict[str, str]:

@@ -530,6 +530,34 @@ def test_options_that_differ_are_told_before_the_first_save(pool: Pool) -> None:
     pool.run(checked, 2, 0.5)
 
 
+def added_later(folder: Path) -> str:
+    """What is said of a group that only the stage with its parameters has; a group that all ranks have is saved."""
+    run = Run(lambda model: optim.AdamW([p for name, p in model.named_parameters() if "ln_f" not in name]))
+    norm = list(run.model.unwrap().get_submodule("transformer.ln_f").parameters())
+    if norm[0] in run.model.pipeline.held_parameters():
+        run.optimizer.add_param_group({"params": norm})
+    run.train(1)
+    with pytest.raises(CheckpointError) as caught:
+        run.booster.save_optimizer(run.optimizer, f"{folder}/state", shard=True)
+    if norm[0] not in run.model.pipeline.held_parameters():
+        run.optimizer.add_param_group({"params": norm})
+    run.booster.save_optimizer(run.optimizer, f"{folder}/state", shard=True)
+    before = run.state
+    run.train(1)
+    run.booster.load_optimizer(run.optimizer, f"{folder}/state")
+    assert same(before, run.state)
+    return str(caught.value)
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_a_group_that_only_some_ranks_have_is_told(pool: Pool, tmp_path: Path) -> None:
+    """Training went on, and each save ended with "zip() argument 2 is longer than argument 1"."""
+    first, second = pool.run(added_later, 2, tmp_path)
+    assert first == second
+    assert "the optimizer's number of parameter groups is 1 on rank 0, but 2 on rank 1: call optimizer.add_par" in first
+
+
 def interrupted(folder: Path) -> None:
     run = Run(OPTIMIZERS["adamw"])
     run.train(1)
