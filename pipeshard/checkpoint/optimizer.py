@@ -26,12 +26,13 @@ from pipeshard.distributed.collectives import (
     laid_out,
     like,
     local,
+    reason,
     slice_like,
     whole,
 )
 from pipeshard.engine.groups import is_compared
 from pipeshard.engine.optimizer import PipelineOptimizer
-from pipeshard.errors import CheckpointError, MessageError, listed
+from pipeshard.errors import CheckpointError, MessageError, explained, listed
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
 # The previous format: single files are the same, but folders use another torch.distributed.checkpoint layout.
@@ -44,6 +45,9 @@ SEQUENCES: dict[type, str] = {list: "[{}]", tuple: "({})"}  # the keys of tensor
 # In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
+ONLY_MODEL = (
+    "save only the model: with booster.save_model, or in a Trainer with TrainingArguments(save_only_model=True)"
+)
 
 
 def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
@@ -110,7 +114,7 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter. The key
     VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a state whose key is neither
-    a parameter in the optimizer's groups nor a string."""
+    a parameter in the optimizer's groups nor a string, and for values of types that a checkpoint cannot contain."""
     optimizer.copies.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
@@ -125,6 +129,15 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
         if weights[name].master.dtype != weights[name].parameter.dtype:
             values[VALUE] = weights[name].master.detach()
 
+    def plain(value: Any, what: str) -> Any:
+        with explained(
+            lambda error: CheckpointError(
+                f"{what} of {type(optimizer.optim).__name__} cannot be saved ({reason(error)}): use tensors, numbers, "
+                f"strings, or lists, tuples and dicts of these, or {ONLY_MODEL}"
+            )
+        ):
+            return without_scalars(value)
+
     def as_parameter(name: str, value: Tensor) -> Tensor:
         parameter = weights[name].parameter
         return like(value, parameter) if value.shape == local(parameter).shape else value
@@ -133,12 +146,16 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
         "format": OPTIMIZER_FORMAT,
         "parameters": {name: like(weights[name].master.detach(), weights[name].parameter) for name in states},
         "param_groups": [
-            {key: without_scalars(value) for key, value in group.items() if key != "param_names"}
+            {key: plain(value, f"option {key!r} of group {k}") for key, value in group.items() if key != "param_names"}
             | {"params": [names[number] for number in group["params"]]}
-            for group in packed["param_groups"]
+            for k, group in enumerate(packed["param_groups"])
         ],
-        "state": converted({name: values for name, values in states.items() if values}, as_parameter),
-        "shared": shared,
+        "state": {
+            name: {key: plain(value, f"state {key!r} of {name}") for key, value in values.items()}
+            for name, values in converted(states, as_parameter).items()
+            if values
+        },
+        "shared": {key: plain(value, f"state {key!r}") for key, value in shared.items()},
     }
 
 
@@ -366,8 +383,7 @@ def _check_readable(description: Content) -> None:
     except MessageError as error:
         raise CheckpointError(
             f"the optimizer's options or states cannot be saved: {error}. Use an optimizer without objects in its "
-            "options and states (GaLore keeps some), or save only the model: with booster.save_model, or in a Trainer "
-            "with TrainingArguments(save_only_model=True)"
+            f"options and states (GaLore keeps some), or {ONLY_MODEL}"
         ) from error
 
 
@@ -378,8 +394,7 @@ def _refuse_wrappers(states: States) -> None:
             raise CheckpointError(
                 f"{key} of {name} in the optimizer's state cannot be saved: its class {type(local(tensor)).__name__} "
                 "wraps several tensors. Instead of an 8-bit or 4-bit optimizer of torchao, use "
-                "bitsandbytes.optim.AdamW8bit (in a Trainer, TrainingArguments(optim='adamw_8bit')), or save only the "
-                "model: with booster.save_model, or in a Trainer with TrainingArguments(save_only_model=True)"
+                f"bitsandbytes.optim.AdamW8bit (in a Trainer, TrainingArguments(optim='adamw_8bit')), or {ONLY_MODEL}"
             )
 
 
