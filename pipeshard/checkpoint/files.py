@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -250,6 +251,8 @@ class Save(ABC):
     stages synchronize through such hidden files.
     """
 
+    unit: ClassVar[str] = "stage"  # what the number `stage` counts, in messages
+
     target: Path
     stage: int
     stages: int
@@ -297,7 +300,7 @@ class Save(ABC):
         except Exception as error:  # the thread would discard the error; the next save raises it
             self.failed = error
             _unraised.append(error)
-            logger.error("saving %s failed on stage %d: %s", self.target, self.stage, error)
+            logger.error("saving %s failed on %s %d: %s", self.target, self.unit, self.stage, error)
             self.abandon()
             with contextlib.suppress(OSError):  # the first stage may have removed the status file's folder
                 self._status(self.stage).write_text("failed")
@@ -338,7 +341,7 @@ class Save(ABC):
             if failed or silent:
                 why = "could not write" if failed else "exited before they had written"
                 raise CheckpointError(
-                    f"stages {failed or silent} {why} their part (see their logs); {self.target} is unchanged"
+                    f"{self.unit}s {failed or silent} {why} their part (see their logs); {self.target} is unchanged"
                 )
             time.sleep(0.05)
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -223,6 +223,8 @@ os.register_at_fork(after_in_child=_leave_locks)
 class StateSave(Save):
     """A save of a training state, planned by all ranks together. Here, `stage` is this rank and `stages` the number of
     ranks. Each rank writes copies of its data."""
+
+    unit: ClassVar[str] = "rank"
 
     writing: Path  # the hidden folder
     models: list[FolderSave]  # empty on ranks that do not write models

@@ -306,7 +306,7 @@ def test_a_full_disk_is_told_with_path_and_rank(pool: Pool, tmp_path: Path) -> N
 
 def test_the_reason_of_a_failed_save_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A disk was full while the first rank saved in the background: the thread ended with FileNotFoundError about a
-    hidden file, and the log did not say why the save failed."""
+    hidden file, and the log did not say why the save failed. With replicas, it took a rank for a stage."""
     writing = tmp_path / ".step-1.writing"
     (writing / MARKS).mkdir(parents=True)
     rest = {"unsaved": lambda: None}  # not written by torch.save
@@ -317,4 +317,4 @@ def test_the_reason_of_a_failed_save_is_logged(tmp_path: Path, caplog: pytest.Lo
         save.start()
         save.join()
     assert save.failed is not None and not writing.exists() and not seen
-    assert f"saving {tmp_path / 'step-1'} failed on stage 0: " in caplog.text and "lambda" in caplog.text
+    assert f"saving {tmp_path / 'step-1'} failed on rank 0: " in caplog.text and "lambda" in caplog.text

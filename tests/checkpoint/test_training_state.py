@@ -510,7 +510,7 @@ def _full(*_: Any, **__: Any) -> None:
 @pytest.mark.turns
 def test_a_save_in_the_background_that_fails_is_told_by_the_next_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(failing_in_the_background, 2, tmp_path)
-    assert "stages [1] could not write their part" in first[0] or "No space left" in first[0]
+    assert "ranks [1] could not write their part" in first[0] or "No space left" in first[0]
     assert first[0] == second[0] and first[1] == []
 
 
