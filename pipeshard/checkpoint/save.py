@@ -238,7 +238,8 @@ class FileSave(Save):
             state = {name: tensor.contiguous() for name, tensor in ready.items()}
         token, *_ = gather_objects(os.urandom(4).hex(), pipeline.group)
         saved = saved_names(module)
-        also = {name: saved[first] for name, first in first_names(module).items() if saved[first] != name}
+        tied = {name: saved[first] for name, first in first_names(module).items() if saved[first] != name}
+        also = tied if target.suffix in STATE_DICTS else _reverted_names(module, tied)
         return cls(target, pipeline.rank, pipeline.num_stages, token, state, also)
 
     def write(self) -> None:
@@ -267,6 +268,17 @@ class FileSave(Save):
 
     def beside(self, name: str) -> Path:
         return self.target.with_name(f".{self.target.name}.pipeshard-{self.token}-{name}")
+
+
+def _reverted_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
+    """`tied`, which maps other names of tied tensors to names under which they are saved, with the names that
+    `save_pretrained` writes."""
+
+    def reverted(name: str) -> list[str]:
+        return list(revert(module, {name: torch.empty(module.get_parameter(name).shape, device="meta")}))
+
+    pairs = ((reverted(name), reverted(kept)) for name, kept in tied.items())
+    return {name: kept for names, kept_names in pairs for name, kept in zip(names, kept_names)}
 
 
 def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | None) -> list[Any]:

@@ -1173,3 +1173,27 @@ def test_a_pt_file_is_a_state_dict(pool: Pool, tmp_path: Path, text: str) -> Non
     same.save_pretrained(tmp_path / "plain")  # type: ignore[operator]
     plain, ours = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "ours")
     assert plain.keys() == ours.keys() and all(torch.equal(plain[key], ours[key]) for key in plain)
+
+
+def tied_in_a_bin_file(text: str, place: Path) -> None:
+    """Save the names of the Hub with those of tied tensors, and load them into another split."""
+    model, data = made(text)
+    split = Split(model, 2, data, num_microbatches=2)
+    expected = values(split)
+    split.booster.save_model(split.model, str(place / "x.bin"))
+    other = Split(made(text, seed=1)[0], 2, data, num_microbatches=2)
+    other.booster.load_model(other.model, str(place / "x.bin"))
+    assert all(torch.equal(value, expected[key]) for key, value in values(other).items())
+
+
+@pytest.mark.turns
+def test_a_bin_file_has_all_names_of_a_tied_tensor_that_the_class_renames(pool: Pool, tmp_path: Path) -> None:
+    """The head was sought under the name of the module, and lacked in the file under that of the Hub."""
+    text = "image-text-to-text/gemma3"
+    pool.run(tied_in_a_bin_file, 2, text, tmp_path)
+    model: Any = made(text)[0]
+    model.save_pretrained(tmp_path / "plain")
+    plain, ours = tensors_of(tmp_path / "plain"), torch.load(tmp_path / "x.bin")
+    head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+    assert ours.keys() == plain.keys() | {head} and head not in plain
+    assert torch.equal(ours[head], plain[embedding]) and all(torch.equal(plain[key], ours[key]) for key in plain)
