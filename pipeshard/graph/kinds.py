@@ -254,9 +254,10 @@ class Kinds:
                 visited = self._visit_on(device, call, taint, settings)
                 return replace(visited, own=self._values_of(call))
             except Exception as error:  # of any type: raised by the model's code
+                first = f" (the first attempt, on the meta device, failed with: {summary(on_meta)})"
                 raise TraceError(
-                    f"unit {call.unit} ({type(call.module).__name__}) failed in the trace: {summary(error)} (the first "
-                    f"attempt, on the meta device, failed with: {summary(on_meta)}). The unit's inputs (for tensors: "
+                    f"unit {call.unit} ({type(call.module).__name__}) failed in the trace: {summary(error)}"
+                    f"{first if summary(on_meta) != summary(error) else ''}. The unit's inputs (for tensors: "
                     f"shape, dtype, requires_grad) were {[describe(leaf) for leaf in call.leaves]}"
                 ) from error
 

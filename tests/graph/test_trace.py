@@ -303,6 +303,27 @@ def test_a_failing_forward_names_the_batch() -> None:
         trace(Glued(), {"input_ids": torch.zeros(2, 3, dtype=torch.int64)})
 
 
+class Failing(nn.Linear):
+    """Fails for any input, or only for one without values."""
+
+    on_meta = "the mask is missing"
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(self.on_meta if x.is_meta else "the mask is missing")
+
+
+def test_a_unit_s_error_that_needs_no_values_is_quoted_once() -> None:
+    """The error of the first attempt, on meta, was quoted after the same error of the second."""
+    model, failing = Glued(), Failing(H, H)
+    model.layers[1] = failing
+    quoted = r"unit layers\.1 \(Failing\) failed in the trace: ValueError: the mask is missing\. The unit's inputs"
+    with pytest.raises(TraceError, match=quoted):
+        trace(model, batch())
+    failing.on_meta = "no values"
+    with pytest.raises(TraceError, match=r"missing \(the first attempt, .* failed with: ValueError: no values\)\."):
+        trace(model, batch())
+
+
 class TakesWhole(Glued):
     """Takes the whole batch as one argument."""
 
