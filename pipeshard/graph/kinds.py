@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.nodes import reached
-from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of
+from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of, format_path
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, Value, casting, storage_of
@@ -33,6 +33,7 @@ from pipeshard.graph.unit_outputs import (
     UNIT,
     Known,
     Part,
+    Source,
     changed,
     listened,
     opened,
@@ -288,6 +289,7 @@ class Kinds:
             left = list(changed(before, but=inputs, stores=stores))
         contents = [(RESULT, opened(result, before.paths)), *heard, *left]
         results = [(source, *tree_flatten(content)) for source, content in contents]
+        _refuse_generators(call, results)
         flat = [leaf for _, of_part, _ in results for leaf in of_part]
         if self.meter and visit is not None:
             self.meter.end(visit, flat, state.values())
@@ -339,8 +341,6 @@ class Kinds:
         otherwise the leaf itself."""
         if isinstance(leaf, torch.device) and leaf.type == "meta":
             return self.device  # a cache stores its device
-        if isinstance(leaf, GeneratorType):
-            raise TraceError("a unit returns a generator, whose code runs after the unit: return a list of the items")
         return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -385,6 +385,18 @@ def _called_on(module: nn.Module, arguments: Any, state: dict[str, Tensor]) -> I
             yield before
         finally:
             before.restore()
+
+
+def _refuse_generators(call: UnitCall, results: Sequence[tuple[Source, Sequence[Any], TreeSpec]]) -> None:
+    """Raise TraceError if the call has returned a generator, or has left one at a place."""
+    for source, leaves, _ in results:
+        if any(isinstance(leaf, GeneratorType) for leaf in leaves):
+            place = format_path(source.place[1:])
+            raise TraceError(
+                f"unit {call.unit} ({type(call.module).__name__}) "
+                f"{f'keeps a generator in {place}' if place else 'returns a generator'}, whose code runs after the "
+                f"unit: {'keep' if place else 'return'} a list of the items"
+            )
 
 
 def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:

@@ -324,6 +324,33 @@ def test_a_unit_s_error_that_needs_no_values_is_quoted_once() -> None:
         trace(model, batch())
 
 
+class Yielding(nn.Linear):
+    """Returns a generator, also as a part of a tuple, or keeps one in an attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(H, H)
+        self.kind, self.items = kind, None
+
+    def forward(self, x: Tensor) -> Any:
+        items = (item for item in [super().forward(x)])
+        if self.kind == "attribute":
+            self.items = items
+            return x
+        return (x, items) if self.kind == "tuple" else items
+
+
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [("result", "returns a generator"), ("tuple", "returns a generator"), ("attribute", "keeps a generator in items")],
+)
+def test_a_unit_that_leaves_a_generator_is_named(kind: str, does: str) -> None:
+    """The error named neither the layer nor its class."""
+    model = Glued()
+    model.layers[2] = Yielding(kind)
+    with pytest.raises(TraceError, match=rf"unit layers\.2 \(Yielding\) {does}, whose code runs after the unit"):
+        trace(model, batch())
+
+
 class TakesWhole(Glued):
     """Takes the whole batch as one argument."""
 
