@@ -79,6 +79,7 @@ aten = torch.ops.aten
 SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
 DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
 DECIDING |= {aten.bincount}
+SIZED_BY_SECOND = {aten.masked_select, aten._pack_padded_sequence}  # only the values of the second input decide
 # Operators that use only the shape of their input, not its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
@@ -150,11 +151,14 @@ class Taint(DispatchMode):
         return reached(tensor, self.nodes)
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
-        """Replace the tags of a tensor's storage. `home` is the Value that the storage contains, if any."""
+        """Replace the tags of a tensor's storage. `home` is the Value that the storage contains, if any. The Value
+        receives the gradient of the tensor."""
         self._alive.append(_address(tensor))
         self.tags[storage_of(tensor)] = tags
         if home is not None:
             self.homes[storage_of(tensor)] = home
+            if tensor.grad_fn is not None:
+                self.nodes[tensor.grad_fn] = frozenset({home})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -304,6 +308,14 @@ class Taint(DispatchMode):
         """The inputs from which glue computed lengths (one number, or one number per sample) that it read before a unit
         call: such lengths may determine shapes."""
         return {path for path, calls in self.lengths.items() if calls < self.calls}
+
+    def read_positions(self, tensors: Iterable[Any]) -> None:
+        """Record that an operator splits a tensor at the positions in these tensors, which it reads by address. Of a
+        tensor of one number, the dispatcher sees the read."""
+        positions = [tensor for tensor in tensors_in(tensors) if tensor.ndim]
+        self.decide(self.of(positions), shaping=True)
+        self.read_shape(positions)
+        self.recipes.note_read(positions)
 
     def read_shape(self, tensors: Iterable[Any]) -> None:
         """Record that Python code or a unit reads the shapes of these tensors."""
@@ -455,7 +467,7 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
     """The input tensors whose values an operator returns to Python, or uses to determine the shape of its result."""
     if func is aten.index.Tensor:  # a boolean index
         return [t for t in tensors_in([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
-    if func._overloadpacket is aten.masked_select or func is aten.repeat_interleave.self_Tensor:
+    if func._overloadpacket in SIZED_BY_SECOND or func is aten.repeat_interleave.self_Tensor:
         return [args[1]]
     return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
 

@@ -301,8 +301,6 @@ class Tracer:
         if not isinstance(leaf, TensorSpec):
             return leaf
         tensor = placeholder(leaf, self.device)
-        if tensor.grad_fn is not None:
-            self.taint.nodes[tensor.grad_fn] = frozenset({value})
         self.taint.mark(tensor, frozenset({value}), home=value)
         return tensor
 
@@ -310,9 +308,9 @@ class Tracer:
 class Reading(TorchFunctionMode):
     """Mode that reports to a Taint the uses of tensors that bypass the dispatcher.
 
-    Three uses are reported as decisions: reading values or the address of a tensor (`tolist`, `numpy`, `data_ptr`,
-    ...); converting a list that contains tensors to a tensor or an index; and computing gradients of unit results in
-    glue, since each stage has only a part of the graph of these results (in a trace, these gradients are zeros). Range
+    Four uses are reported as decisions: reading values or the address of a tensor (`tolist`, `data_ptr`, ...);
+    splitting at the positions in a tensor; converting a list with tensors to a tensor or an index; and differentiating
+    unit results in glue, since each stage has only a part of their graph (in a trace, these gradients are zeros). Range
     checks of `one_hot` are not decisions. Hooks on gradients are also reported, and so are reads of sizes that depend
     on values of the batch. Raises RuntimeError inside a unit on meta if autocast would cast, since meta tensors are not
     cast, and if the address of a meta tensor (0) is read, since a (Triton) kernel would access memory at this address.
@@ -323,6 +321,7 @@ class Reading(TorchFunctionMode):
     SIZES: tuple[Any, ...] = (Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)
     SIZES += (Tensor.__iter__, Tensor.__repr__, Tensor.is_same_size, torch.is_same_size)
     SIZES += tuple(getattr(Tensor, name).__get__ for name in ("shape", "nbytes"))
+    SPLITTERS = (Tensor.tensor_split, torch.tensor_split)
     INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
     LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
     DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -342,6 +341,8 @@ class Reading(TorchFunctionMode):
             self.taint.read_values(args[0], is_by_address=func is Tensor.data_ptr)
         elif self.taint.shapes and func in self.SIZES:
             self.taint.read_shape(args)
+        elif func in self.SPLITTERS:
+            self.taint.read_positions((*args, *(kwargs or {}).values())[1:])
         elif func in self.BUILDERS or func in self.INDEXERS:
             outer = args[1] if func in self.INDEXERS else args
             items = outer if isinstance(outer, tuple) else [outer]
@@ -357,8 +358,7 @@ class Reading(TorchFunctionMode):
             self.taint.is_checking = False
 
     def _are_of_units(self, outputs: Any) -> bool:
-        """Return whether glue differentiates a tensor that is computed from unit results (False inside a unit), and
-        record this as a decision."""
+        """Whether glue differentiates tensors of unit results (False inside a unit). This is recorded as a decision."""
         tags = frozenset(tag for tag in self.taint.of(tensors_in([outputs])) if isinstance(tag, Value | Hidden))
         self.taint.decide(tags, is_for_all=True)
         return bool(tags) and self.taint.inside is None

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from pipeshard.graph import taint
 from pipeshard.graph.indices import Checking, check_indices
@@ -45,6 +46,10 @@ READINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "unique": lambda x, i: i.unique(),
     "bincount": lambda x, i: i.bincount(),
     "repeat_interleave": lambda x, i: torch.zeros(3).repeat_interleave(i),
+    "pack_padded_sequence": lambda x, i: pack_padded_sequence(torch.zeros(3, 3), i + 1, enforce_sorted=False),
+    "tensor_split": lambda x, i: torch.zeros(3).tensor_split(i),
+    "tensor_split by name": lambda x, i: torch.tensor_split(torch.zeros(3), tensor_indices_or_sections=i),
+    "tensor_split in so many": lambda x, i: torch.zeros(3).tensor_split(i[1]),
     "one_hot": lambda x, i: torch.nn.functional.one_hot(i),
 }
 
@@ -77,6 +82,8 @@ def test_inputs_that_make_shapes_are_told_from_those_that_python_sees() -> None:
     assert watched(lambda x, i: bool(x.all()), **inputs)[0].shaping == set()
     assert watched(lambda x, i: torch.zeros(3)[i > 1], **inputs)[0].shaping == {"ids"}
     assert watched(lambda x, i: torch.zeros(4, 4)[[i[0]], [i[1]]], **inputs)[0].shaping == {"ids"}
+    for name in ("pack_padded_sequence", "tensor_split", "tensor_split by name"):
+        assert watched(READINGS[name], **inputs)[0].shaping == {"ids"}, name
 
 
 def test_a_mask_of_an_input_may_select_from_a_value() -> None:
