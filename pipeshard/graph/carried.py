@@ -33,7 +33,7 @@ from pipeshard.graph.places import (
 )
 from pipeshard.graph.preserve import Before, put_hooks
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
-from pipeshard.graph.taint import storage_of
+from pipeshard.graph.taint import Decision, storage_of
 from pipeshard.graph.tracer import Tracer
 from pipeshard.replaced import replaced
 
@@ -230,8 +230,8 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
-) -> tuple[str, ...]:
-    """Run the next forward, and record the readers of each place. Returns a description of each kept value that was
+) -> tuple[Decision, ...]:
+    """Run the next forward, and record the readers of each place. Returns a Decision for each kept value that was
     computed from unit results and on which glue branches: only some stages can compute such a value."""
     tracer.reset = lambda: None
     tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
@@ -245,7 +245,7 @@ def _run_next(
     for record in records:
         record.readers = readers[record.name] if is_same_way else {-1, *range(len(flow.calls))}
     refused = [r.name for r in records if r.name in tracer.taint.recalled and (r.uses.values or r.uses.hidden)]
-    return tuple(f"a value that {name} keeps from an earlier forward" for name in sorted(refused))
+    return tuple(Decision(f"a value that {name} keeps from an earlier forward") for name in sorted(refused))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pipeshard.batch.tree import field_of
 from pipeshard.graph.places import Path
 from pipeshard.graph.question import Question
 from pipeshard.graph.shapes import Axes, TensorSpec
-from pipeshard.graph.taint import Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
+from pipeshard.graph.taint import Decision, Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
 from pipeshard.graph.unit_outputs import Part
 
 Wanted = bool | frozenset[str]  # True: the model's whole output; False: only the loss; or fields of the output
@@ -161,7 +161,7 @@ class Dataflow:
     loss: Reads | None
     outputs: tuple[tuple[str, Reads, TensorSpec], ...]
     written: frozenset[Value]
-    decisions: tuple[str, ...]
+    decisions: tuple[Decision, ...]
     consulted: frozenset[str]
     watched: frozenset[str]
     axes: Axes
@@ -176,7 +176,7 @@ class Dataflow:
     passing: tuple[Path, ...] = ()
     together: tuple[tuple[int, int], ...] = ()
     valued: frozenset[str] = frozenset()
-    late_decisions: tuple[str, ...] = ()
+    late_decisions: tuple[Decision, ...] = ()
     has_branches: bool = False
     deciders: frozenset[str] = frozenset()
     differentiated: frozenset[Value] = frozenset()

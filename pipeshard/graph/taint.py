@@ -98,6 +98,14 @@ class Hook(NamedTuple):
     line: str
 
 
+class Decision(NamedTuple):
+    """A branch of glue at `line`. `parameters` are the names of the parameters on which it depends, or () if it depends
+    on unit results."""
+
+    line: str
+    parameters: tuple[str, ...] = ()
+
+
 class Taint(DispatchMode):
     """Mode that propagates tags through every operator, including operators on integers, views and in-place writes.
 
@@ -120,7 +128,7 @@ class Taint(DispatchMode):
         self.nodes: dict[Node, frozenset[Value]] = {}  # by the grad_fn of a value or of its copy
         self.written: set[Value] = set()  # values that were changed in place
         self.stores: set[int] = set()  # storages to which the latest unit call writes
-        self.decisions: dict[str, int] = {}  # by line: the number of calls before the first decision, or FOR_ALL
+        self.decisions: dict[Decision, int] = {}  # the number of calls before the first such decision, or FOR_ALL
         self.modules: Mapping[int, str] = {}  # the names, by id, of modules that could be units
         self.deciders: set[str] = set()  # the outermost of `modules` that ran at each decision
         self.decided: dict[int, frozenset[Tag]] = {}  # the tags of decisions, by the number of calls before them
@@ -271,8 +279,8 @@ class Taint(DispatchMode):
         self.shaping |= inputs if shaping else set()
         self.recalled |= {tag.name for tag in tags if isinstance(tag, Kept)}
         if any(not isinstance(tag, Input | Kept) for tag in tags):
-            line, calls = _where(), FOR_ALL if is_for_all else self.calls
-            self.decisions[line] = min(self.decisions.get(line, calls), calls)
+            decision, calls = Decision(_where(), _only_parameters(tags)), FOR_ALL if is_for_all else self.calls
+            self.decisions[decision] = min(self.decisions.get(decision, calls), calls)
             self.deciders |= set(running_modules(self.modules)[-1:])
             self.decided[calls] = self.decided.get(calls, NOTHING) | tags
 
@@ -470,6 +478,13 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
     if func._overloadpacket in SIZED_BY_SECOND or func is aten.repeat_interleave.self_Tensor:
         return [args[1]]
     return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
+
+
+def _only_parameters(tags: frozenset[Tag]) -> tuple[str, ...]:
+    """The names of the parameters among `tags`, or () if the tags contain anything computed by units."""
+    if any(isinstance(tag, Value | Hidden | Hooked) for tag in tags):
+        return ()
+    return tuple(sorted(tag.name for tag in tags if isinstance(tag, Used)))
 
 
 def running_modules(modules: Mapping[int, str]) -> list[str]:

@@ -31,7 +31,7 @@ from pipeshard.graph.readers import Readers
 from pipeshard.graph.rng import CheckpointSpans, Randomness, no_draw, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.snapshot import Snapshot
-from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
+from pipeshard.graph.taint import Decision, Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
 from pipeshard.graph.unit_outputs import answer, opened, refuse_packed
 from pipeshard.graph.units import CutPoint, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten, tree_tensors
@@ -172,7 +172,7 @@ class Tracer:
             refuse_foreign(loss, list(self.model.parameters()), self.taint.is_made, self.criterion)
 
     def _dataflow(
-        self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int], of_forward: Mapping[str, int]
+        self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int], of_forward: Mapping[Decision, int]
     ) -> Dataflow:
         """The Dataflow of this run. `sealed` are the unit calls inside custom autograd functions, and `of_forward` are
         the decisions that were made before the criterion was called."""
@@ -194,11 +194,11 @@ class Tracer:
             loss=used,
             outputs=outputs,
             written=frozenset(taint.written),
-            decisions=tuple(line for line, calls in taint.decisions.items() if calls < through),
+            decisions=tuple(decision for decision, calls in taint.decisions.items() if calls < through),
             has_branches=bool(taint.decided.get(through)),
             deciders=frozenset(taint.deciders),
             differentiated=frozenset() if loss is None else self.taint.reached(loss),
-            late_decisions=tuple(line for line, calls in of_forward.items() if calls == through),
+            late_decisions=tuple(decision for decision, calls in of_forward.items() if calls == through),
             consulted=frozenset(taint.consulted | rewritten),
             watched=watched,
             axes=Axes((), (), (), ()),

@@ -206,20 +206,29 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     """Raise TraceError for a model that stages cannot run exactly. `stages[k]` is the part of the model that runs call
     k, and `placement` the process of each part.
 
-    Glue must not branch on activations, since each stage has only its own. The last stage also has the inputs of the
-    loss and the outputs, so glue after the last unit may branch on these. A forward must not leave state for the next
-    forward that no single stage can update: parameters that glue changes; or generators, counters and buffers (of a
-    shared batch norm) that several stages update.
+    Glue must not branch on activations or parameters, since each stage has only its own. The last stage also has the
+    inputs of the loss and the outputs, so glue after the last unit may branch on these. A forward must not leave state
+    for the next forward that no single stage can update: parameters that glue changes; or generators, counters and
+    buffers (of a shared batch norm) that several stages update.
     """
     if len(placement) == 1:
         return
     decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
-    if decisions:
+    if on_results := [decision.line for decision in decisions if not decision.parameters]:
         raise TraceError(
             f"{type(model).__name__} branches in Python on a unit's result, which only the stage of this unit has: "
-            f"{'; '.join(decisions)}. Replace the branch with tensor operations (torch.where), or move the branch into "
-            "the forward of a separate module (together with any torch.autograd.grad call that the branch depends on), "
-            "or use one stage (pp_size=1)"
+            f"{'; '.join(on_results)}. Replace the branch with tensor operations (torch.where), or move the branch "
+            "into the forward of a separate module (together with any torch.autograd.grad call that the branch depends "
+            "on), or use one stage (pp_size=1)"
+        )
+    if decisions:
+        parameters = dict.fromkeys(name for decision in decisions for name in decision.parameters)
+        lines = dict.fromkeys(decision.line for decision in decisions)
+        raise TraceError(
+            f"{type(model).__name__} branches in Python on {'parameters' if len(parameters) > 1 else 'the parameter'} "
+            f"{', '.join(parameters)}, which not every stage holds: {'; '.join(lines)}. Replace the branch with tensor "
+            "operations (torch.where), or move the branch and the parameter into a separate module, or make an "
+            "untrained parameter a buffer or a float, or use one stage (pp_size=1)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:

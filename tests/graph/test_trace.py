@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import resource
 import time
@@ -15,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from pipeshard import trace
+from pipeshard import build, trace
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
@@ -237,6 +238,73 @@ def test_a_decision_on_an_activation_is_refused_with_its_line() -> None:
     with pytest.raises(TraceError, match=r"test_trace.py:\d+: if x.sum\(\) > 0:"):
         Policy(Deciding(), flow, 0, 2)
     assert Policy(Deciding(), flow, 0, 1).stages == (0, 0, 0)
+
+
+class Gated(Glued):
+    """Glue branches on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate: Any = nn.Parameter(torch.ones(()))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(self.gated(x))
+
+    def gated(self, x: Tensor) -> Tensor:
+        return x * 2 if self.gate > 0 else x
+
+
+class GatedByWhere(Gated):
+    def gated(self, x: Tensor) -> Tensor:
+        return torch.where(self.gate > 0, x * 2, x)
+
+
+class GatedByBuffer(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.gate
+        self.register_buffer("gate", torch.ones(()))
+
+
+class GatedByFloat(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.gate
+        self.gate = 1.0
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.gate > 0 else x
+
+
+class GatedInside(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.gate
+        self.gate = Gate()
+
+    def gated(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+
+def test_a_decision_on_a_parameter_names_the_parameter() -> None:
+    """The error was that of a decision on a unit's result, for which the user searched in vain."""
+    refusal = r"Gated branches in Python on the parameter gate, which .*test_trace\.py:\d+: return .* if self\.gate > 0"
+    with pytest.raises(TraceError, match=refusal) as refused:
+        Policy(Gated(), trace(Gated(), batch()), 0, 2)
+    assert "unit's result" not in str(refused.value)
+
+
+@pytest.mark.parametrize("make", [GatedByWhere, GatedByBuffer, GatedByFloat, GatedInside])
+def test_a_remedy_for_a_decision_on_a_parameter_works(make: type[Gated]) -> None:
+    model = make()
+    expected = copy.deepcopy(model)(**batch())["loss"]
+    assert torch.equal(build(model, 2, batch=batch())(**batch())["loss"], expected)
 
 
 @pytest.mark.turns
