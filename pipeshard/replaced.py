@@ -5,6 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class StandIn:
+    """Base class of objects that replace an attribute for a while and count as its own value (`instead_of`) when states
+    of a model are compared. `instead_of` is MISSING if the attribute is only in the class."""
+
+    instead_of: Any
+
+
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Context manager that sets these attributes of `owner`, and restores the previous values on exit. An attribute

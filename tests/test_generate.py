@@ -44,6 +44,7 @@ from pipeshard.generate.cache import Entries
 from pipeshard.generate.generate import Generation
 from pipeshard.hf import LAYER_CACHES
 from pipeshard.private import modes_entered
+from pipeshard.replaced import replaced
 from tests import zoo
 from tests.parity.build import batch, build
 from tests.parity.entries import find
@@ -608,6 +609,42 @@ def test_a_generate_that_is_set_after_boost_is_refused(pool: Pool) -> None:
         for error in errors:
             assert "model.generate was set after booster.boost" in error
             assert "Set it before booster.boost" in error
+
+
+def patched() -> list[bool]:
+    """Whether the tokens are those of one process: before the model inside is patched, patched, and patched again so
+    that it runs a layer less."""
+    whole, split = zoo.build("llama").eval(), zoo.build("llama")
+    split = boosted(split, "llama")
+    inner, plain = (whole.model, split.unwrap().model), (whole.model.forward, split.unwrap().model.forward)
+
+    def negated(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        output.last_hidden_state = -output.last_hidden_state
+        return output
+
+    def shorter(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with replaced(module.config, num_hidden_layers=1):
+            return own(*args, **kwargs)
+
+    def pair() -> list[Any]:
+        return [generated(model, "llama", **GREEDY) for model in (whole, split)]
+
+    results = [pair()]
+    for module, own in zip(inner, plain, strict=True):
+        module.forward = partial(negated, own)
+    results.append(pair())
+    for module, own in zip(inner, plain, strict=True):
+        module.forward = partial(shorter, module, own)
+    results.append(pair())
+    assert not is_same(results[0][0], results[1][0]) and not is_same(results[0][0], results[2][0])
+    return [is_same(*made) for made in results]
+
+
+@pytest.mark.turns
+def test_a_forward_that_is_patched_between_calls_runs(pool: Pool) -> None:
+    """A user patched the inner model after `generate`. Later calls ran the earlier forward, without an error."""
+    assert pool.run(patched, 2) == [[True] * 3] * 2
 
 
 def for_each_prompt(kind: str) -> bool:

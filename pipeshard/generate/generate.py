@@ -22,9 +22,10 @@ from pipeshard.engine.model import LATER
 from pipeshard.engine.reader import digest_tensors
 from pipeshard.errors import BatchError, ConfigurationError, UsageError, of_all
 from pipeshard.generate.forward import Forward
+from pipeshard.graph.places import MISSING
 from pipeshard.hf import COMPILED_CALL, disable_caches, enable_caches, is_cache, stops_by_clock
 from pipeshard.private import tree_tensors
-from pipeshard.replaced import replaced
+from pipeshard.replaced import StandIn, replaced
 
 
 class Generation:
@@ -35,8 +36,6 @@ class Generation:
         self.forward = Forward(pipeline)
         self.own: Any = None  # a `generate` that the user has set on the model, such as a partial
         self.find_own()
-        # Reused, since a new object in an attribute of a module would count as a change of the model's state.
-        self._stand_ins: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
 
     def find_own(self) -> None:
         """Set `own` to the model's own `generate`, unless a Trainer has replaced it with this object."""
@@ -110,17 +109,12 @@ class Generation:
             return
         names = {module: name for name, module in pipeline.model.named_modules()}
         around = [module for module in pipeline.containers if type(module).forward is not nn.Module.forward]
-        methods = [(module, "forward") for module in around]
-        methods += [(module, COMPILED_CALL) for module in names if hasattr(type(module), COMPILED_CALL)]
+        compiling = [module for module in names if hasattr(type(module), COMPILED_CALL)]
         with ExitStack() as stack:
-            for module, method in methods:
-                if (module, method) not in self._stand_ins:
-                    self._stand_ins[module, method] = (
-                        _Uncompiled(module)
-                        if method == COMPILED_CALL
-                        else _Together(self.forward, names[module], module.forward)
-                    )
-                stack.enter_context(replaced(module, **{method: self._stand_ins[module, method]}))
+            for module in around:
+                stack.enter_context(replaced(module, forward=_Together(self.forward, names[module], module)))
+            for module in compiling:
+                stack.enter_context(replaced(module, **{COMPILED_CALL: _Uncompiled(module)}))
             stack.enter_context(replaced(pipeline.policy.replay, outside=self.forward))
             yield
 
@@ -160,12 +154,13 @@ def _content(value: Any) -> str:
     return f"of shape {shapes} (digest {digest_tensors(tensors, Tensor.is_floating_point)})"
 
 
-class _Together:
+class _Together(StandIn):
     """Replaces a module's forward with a call on all stages. Inside such a call, runs the module's own forward."""
 
-    def __init__(self, make: Forward, name: str, own: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, own)
-        self.make, self.name, self.own = make, name, own
+    def __init__(self, make: Forward, name: str, module: nn.Module) -> None:
+        functools.update_wrapper(self, module.forward)
+        self.make, self.name, self.own = make, name, module.forward
+        self.instead_of = vars(module).get("forward", MISSING)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.make.is_running:

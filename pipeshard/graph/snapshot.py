@@ -45,6 +45,7 @@ from pipeshard.graph.places import (
 )
 from pipeshard.graph.writes import count_reads, reads
 from pipeshard.private import DisableTorchFunction
+from pipeshard.replaced import StandIn
 
 MOST_OBJECTS = 200_000  # the maximum number of objects that are walked
 
@@ -380,6 +381,7 @@ def flagged(before: Snapshot) -> Iterator[Change]:
 
 
 def _is_alike(before: Any, now: Any) -> bool:
+    before, now = (value.instead_of if isinstance(value, StandIn) else value for value in (before, now))
     # Objects of this package: a replaced forward of a unit, or a guard of released parameters.
     if type(before if now is MISSING else now).__module__.partition(".")[0] == "pipeshard":
         return True
