@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -95,7 +95,8 @@ class StageModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
         """Raise UsageError for a move to another device, and for a cast if other processes have stages: the parts of
-        the model outside this module would be neither moved nor cast."""
+        the model outside this module would be neither moved nor cast. In one process, the first stage also casts the
+        buffers outside all units, which glue of every stage reads."""
         is_alone = len(self._source[1].chunks) == self.num_stages
         for dtype, device in {(parameter.dtype, parameter.device) for parameter in self.parameters()}:
             after = fn(torch.empty(0, dtype=dtype, device=device))
@@ -107,6 +108,9 @@ class StageModule(nn.Module):
                 )
             if after.dtype != dtype:
                 self._traces = self._new_traces()
+        if is_alone and self.index == 0:
+            model, policy, _ = self._source
+            _apply_outside(model, {policy.units[call.unit] for call in policy.flow.calls}, fn)
         return super()._apply(fn, recurse)
 
     def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
@@ -203,6 +207,17 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
     return root, key
+
+
+def _apply_outside(module: nn.Module, units: Set[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
+    """Apply `fn` to the buffers of `module` outside these units, and to modules inside it that contain no unit."""
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        module._buffers[name] = fn(buffer)
+    for child in module.children():
+        if units.isdisjoint(child.modules()):
+            child._apply(fn)
+        elif child not in units:
+            _apply_outside(child, units, fn)
 
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:

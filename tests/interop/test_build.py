@@ -729,6 +729,34 @@ def test_stages_of_one_process_are_cast() -> None:
         split.to("meta")
 
 
+class Rotated(nn.Module):
+    """Multiplies by its own buffer between two layers, and by the buffer of a module that has no layers. One layer is
+    not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.idle, self.scale = *(nn.Linear(4, 4) for _ in range(3)), nn.Module()
+        self.register_buffer("rotation", torch.randn(4, 4))
+        self.scale.register_buffer("value", torch.randn(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.first(x.to(self.first.weight.dtype))
+        return {"logits": self.last(x @ self.rotation * self.scale.value)}
+
+
+@pytest.mark.parametrize("kind", ["rotated", "llama"])
+def test_buffers_outside_the_units_are_cast_with_the_stages(kind: str) -> None:
+    """A split model was cast to bf16 after build: a product failed since one of its dtypes was fp32, and the
+    frequencies of llama kept fp32, unlike in the cast of the whole model."""
+    model = Rotated() if kind == "rotated" else zoo.build("llama")
+    data = {"x": torch.randn(2, 4)} if kind == "rotated" else zoo.batch("llama")
+    whole = copy.deepcopy(model).bfloat16()
+    split = build(model, 2, batch=data)
+    split(**data)
+    assert torch.equal(split.bfloat16()(**data)["logits"], whole(**data)["logits"])
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.bfloat16}
+
+
 class Stopped(nn.Module):
     """A later layer reads the result of a gate without its gradient."""
 
