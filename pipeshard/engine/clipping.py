@@ -261,10 +261,10 @@ class ModelGradients:
 
     def total(self, norm_type: float) -> Tensor:
         """The norm of the unscaled gradients of the full model, the same on every rank. Call it on all ranks."""
-        if not float(norm_type) > 0:
+        if not (order := float(norm_type)) > 0:
             raise ConfigurationError(f"norm_type must be a positive number or 'inf', got {norm_type!r}")
         self._settle()
-        return grad_norm(self._counted(), self.grid.world, float(norm_type)) / self._factor
+        return grad_norm(self._counted(), self.grid.world, order) / self._factor
 
     def _counted(self) -> dict[nn.Parameter, int]:
         """The parameters whose gradients this rank contributes to the norm, with the number of ranks that contribute
