@@ -452,7 +452,10 @@ def test_a_name_of_the_hub_is_looked_for_in_its_cache(tmp_path: Path, monkeypatc
     """`from_pretrained(AutoModel, "owner/name")` said that there is no such folder, and no more."""
     with pytest.raises(CheckpointError, match=r"huggingface_hub.snapshot_download\('owner/name'\)"):
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
-    with pytest.raises(CheckpointError, match=r"no/such/folder does not exist: pass a folder .* wrote$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no/such/folder is neither a folder nor the name of a model on the Hub: pass a folder .* wrote$",
+    ):
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, "no/such/folder")
     folder = in_cache(tmp_path, monkeypatch)
     zoo.build("llama").save_pretrained(folder)  # type: ignore[operator]

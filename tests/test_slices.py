@@ -277,7 +277,7 @@ def of_class(kind: str) -> str:
         ("encoder", "ConfigurationError: num_slices: T5ForConditionalGeneration has an encoder"),
         ("no cache", "ConfigurationError: num_slices: the forward of Sequential takes no past_key_values"),
         ("checkpointing", "ConfigurationError: num_slices: transformers' own gradient checkpointing"),
-        ("neftune", "ConfigurationError: NEFTune scales the noise on the output of model.embed_tokens"),
+        ("neftune", "ConfigurationError: the scale of the noise that NEFTune adds to the output of model.embed_tokens"),
         ("packed", "BatchError: num_slices: position_ids restart within a sample"),
     ],
 )

@@ -326,8 +326,8 @@ def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
         raise BatchError(
-            f"the batch contains only lists of {lengths.pop()} entries, {' and '.join(lists)}, and it is ambiguous "
-            f"whether they have one entry per sample: pass batch_dims={dict.fromkeys(lists, 0)} if they do, or "
+            f"the batch contains only lists of {lengths.pop()} entries ({' and '.join(lists)}), and it is ambiguous "
+            f"whether these lists have one entry per sample: pass batch_dims={dict.fromkeys(lists, 0)} if they do, or "
             f"batch_dims={dict.fromkeys(lists)} if not"
         )
 

@@ -30,7 +30,9 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
     try:
         folder = cached_folder(str(path), gguf_file, inner, **on_hub)
     except HFValidationError:  # not a valid name on the Hub
-        raise CheckpointError(f"{path} does not exist: pass a folder that save_pretrained wrote") from None
+        raise CheckpointError(
+            f"{path} is neither a folder nor the name of a model on the Hub: pass a folder that save_pretrained wrote"
+        ) from None
     if folder is None:
         given = "".join(f", {option}={str(value)!r}" for option, value in on_hub.items())
         raise CheckpointError(

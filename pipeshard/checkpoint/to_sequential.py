@@ -26,7 +26,7 @@ from pipeshard.split.skeleton import build, skeletons
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
     """Convert the pipeline back to an unsplit model of the original class. Call it on every rank of the pipeline.
 
-    Returns the model on each rank. With `rank`, only that stage (of every replica) returns the model; the other stages
+    Returns the model on each rank. With `rank`, only that rank (of every replica) returns the model; the other ranks
     return None, and allocate at most one full tensor at a time. The result shares no tensors with `model`, which can
     continue training. Its weights and buffers come from the stages that own them, in the dtype in which these stages
     compute with them. Ties, `requires_grad`, training modes, activation checkpointing, hooks and `use_cache` come from
@@ -34,7 +34,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
     Args:
         model: the model that `booster.boost` returned.
-        rank: the stage that returns the model, counted from 0, or None for all stages.
+        rank: the rank that returns the model, counted from 0 in its pipeline, or None for all ranks.
         device: the device of the result's tensors.
 
     On every rank, raises UsageError for a model that was not boosted, is quantized, has parameters without values or
@@ -44,7 +44,9 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
         raise UsageError(f"to_sequential got a {type(model).__name__}: pass the model that booster.boost(...) returned")
     pipeline = model.pipeline
     if rank is not None and rank not in range(pipeline.num_stages):
-        raise ConfigurationError(f"rank must be a stage of this pipeline, 0 to {pipeline.num_stages - 1}, got {rank!r}")
+        raise ConfigurationError(
+            f"rank must be None or a rank of this pipeline, 0 to {pipeline.num_stages - 1}, got {rank!r}"
+        )
     if is_quantized(pipeline.model):
         raise UsageError(
             "to_sequential does not support quantized base weights. Save the adapters with "

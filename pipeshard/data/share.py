@@ -61,8 +61,8 @@ class Share:
         return steps * self.size + last
 
     def _keeps(self, remainder: int) -> bool:
-        """Whether an incomplete last step of `remainder` entries is read. It is read only without `drop_last`, and only
-        if there is an entry for each replica (otherwise, warns once)."""
+        """Whether an incomplete last step of `remainder` entries is read. With `drop_last`, it never is. Otherwise, it
+        is read if there is an entry for each replica; if not, this function warns once."""
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(

@@ -335,9 +335,9 @@ class _Search:
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
         """Whether a rule that holds on a few samples also holds at the batch's sizes. The upper ends of the sizes'
-        ranges are tried first, then the sizes themselves. If samples of these sizes are too large, fewer and shorter
-        samples are tried. Sets `is_untried` if no trial at the batch's sizes was conclusive. Inconclusive trials do not
-        reject a rule."""
+        ranges are tried first and, unless the rule holds there, the sizes themselves. If samples of these sizes are too
+        large, fewer and shorter samples are tried. Sets `is_untried` if no trial at the batch's sizes was conclusive.
+        Inconclusive trials do not reject a rule."""
         if self.sizes is None:
             return True
         source, larger = self._larger(), self.sizes.larger

@@ -159,9 +159,8 @@ def refuse_class(kind: type) -> None:
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
-            f"{trl[0]} runs several models in one step, or generates in a way that has not been verified against a "
-            f"single process. The supported TRL trainers are {', '.join(OF_TRL)}, and your own subclasses of these "
-            "trainers"
+            f"{trl[0]} is not supported: its steps have not been compared with those of a single process. The "
+            f"supported TRL trainers are {', '.join(OF_TRL)}, and your own subclasses of these trainers"
         )
     if any("_save" in vars(one) for one in kind.__mro__ if one is not Trainer):
         raise ConfigurationError(

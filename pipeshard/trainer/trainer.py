@@ -236,8 +236,9 @@ class Loop(Evaluation):
             )
         if self._held:
             raise UsageError(
-                f"{len(self._held)} batches of a gradient accumulation window were not used for training, because a "
-                "callback ended the epoch in on_substep_end: set control.should_epoch_stop in on_step_end instead"
+                f"a callback ended the epoch in on_substep_end, so {len(self._held)} of the "
+                f"{self.current_gradient_accumulation_steps} batches of a gradient accumulation window would not be "
+                "used for training: set control.should_epoch_stop in on_step_end instead"
             )
         self._left = None  # the optimizer has stepped since; training_step may skip the window's first batch
         self._refuse_unsavable()

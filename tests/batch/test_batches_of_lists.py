@@ -188,7 +188,7 @@ def test_lists_of_tensors_with_the_same_samples_are_not_opened_as_samples() -> N
     assert RowDims(Detector(), {"[0]": 0, "[1]": 0}).read((images, labels)).rows == 3
     assert RowDims(Detector(), {"[0]": None, "[1]": None}).read((images, labels)).rows == CHANNELS
     of_three = [{"labels": torch.zeros(3)} for _ in boxes]
-    with pytest.raises(BatchError, match="ambiguous whether they have one entry per sample"):
+    with pytest.raises(BatchError, match="ambiguous whether these lists have one entry per sample"):
         RowDims(Detector()).read((images, of_three))
     declared = RowDims(Detector(), {"images": 0}).read({"images": [torch.zeros(4, 2)] * 2})
     assert declared.rows == 2

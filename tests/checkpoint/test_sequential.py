@@ -496,7 +496,7 @@ def wrong(what: str) -> None:
     [
         ("plain", UsageError, "to_sequential got a LlamaForCausalLM: pass the model that booster.boost(...) returned"),
         ("blank", UsageError, "39 parameters that have no values yet (first: lm_head.weight): call booster.load_model"),
-        ("rank", ConfigurationError, "rank must be a stage of this pipeline, 0 to 1, got 2"),
+        ("rank", ConfigurationError, "rank must be None or a rank of this pipeline, 0 to 1, got 2"),
         (
             "uncopyable",
             UsageError,

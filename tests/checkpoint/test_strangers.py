@@ -205,7 +205,11 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     refused(index_of(folder, {"a": "snapshot"}), "which is missing")
     for weights in (None, [], True, 3):
         refused(index_of(folder, weights), "its weight_map must be an object")
-    for text, what in (("[]", "must be an object, not a list"), ("[" * 10**5, "nested too deeply"), ("{}", "KeyError")):
+    for text, what in (
+        ("[]", "must be a JSON object, not a list"),
+        ("[" * 10**5, "nested too deeply"),
+        ("{}", "KeyError"),
+    ):
         refused(index_of(folder, text), f"cannot be read as a checkpoint index: .*{what}")
     refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "cannot be read as a checkpoint index: ValueError")
     (folder / "model.safetensors.index.json").unlink()
