@@ -247,7 +247,8 @@ def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]
     for name in (name for name, module in modules.items() if adds_noise(module)):
         raise ConfigurationError(
             f"the scale of the noise that NEFTune adds to the output of {name} depends on the sequence length, and "
-            f"parts of a batch may have shorter sequences than the batch. {remedy}, or turn NEFTune off (neftune_noise_alpha=None)"
+            f"parts of a batch may have shorter sequences than the batch. {remedy}, or turn NEFTune off "
+            "(neftune_noise_alpha=None)"
         )
     limits = {name: limit for name, module in modules.items() if (limit := rope_limit(module)) is not None}
     for whole, parts in cut if limits else ():
