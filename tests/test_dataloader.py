@@ -609,7 +609,7 @@ def test_a_sampler_whose_state_is_a_position_is_refused(first: int, options: dic
         other.load_state_dict(state)
         assert other.state_dict()["last_entry"] == 7
         with pytest.raises(
-            CheckpointError, match=r"Yielding yields another order.*entry 7 differs.*Correct state_dict"
+            CheckpointError, match=r"Yielding yields a different order.*entry 7 differs.*Correct the sampler's state_dict"
         ):
             list(other)
 
@@ -940,7 +940,7 @@ def test_the_place_of_an_iterator_that_is_not_counted_is_not_saved() -> None:
     next(iter(loader))
     assert loader.state_dict()["epoch"] == 1  # so far, as if the first epoch had been broken off
     next(training)
-    with pytest.raises(UsageError, match=r"from an older iterator than the newest.* Create another dataloader"):
+    with pytest.raises(UsageError, match=r"from an older iterator than the newest.*, create another dataloader"):
         loader.state_dict()
     for _ in loader:
         assert loader.state_dict()["epoch"] in (2, 3)

@@ -41,6 +41,7 @@ ATTRIBUTES = {
     "torch.distributed.tensor.DTensor": ("_local_tensor",),
     "torch.ops.aten": (
         "_local_scalar_dense",
+        "_pack_padded_sequence",
         "_unique2",
         "_unsafe_view",
         "_grouped_mm",

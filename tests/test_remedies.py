@@ -63,6 +63,7 @@ NOT_EXECUTED = {  # rows whose remedy is to leave something out or to do it earl
     "modules, parameters and adapters added after boost": "one that puts them in before boost",
     "a gradient that is None in a whole step": "one that detaches always or never",
     "hooks on accumulated gradients": "one without hooks",
+    "gradient hooks on parameters that several": "one without hooks",
 }
 
 PAGES_ELSEWHERE = {  # clauses, rows and headings of the other pages whose remedy another test executes

@@ -83,7 +83,7 @@ class Ragged:
         totals = self._totals(_shapes(sample))
         for path in sample.tensors:
             if (side := self._side_of(path)) in totals:
-                self._dims(path, sample, totals[side])  # a size that differs here is no number of positions later
+                self._dims(path, sample, totals[side])  # a size that differs here never counts positions
         self.cost = self._cost(flow, units, device)
         self.idle = (config.pp_size - 1) / config.num_model_chunks
         self._program = lru_cache(config.program)

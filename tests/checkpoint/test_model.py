@@ -373,7 +373,7 @@ def test_from_pretrained_of_a_class_reads_its_own_config(pool: Pool, tmp_path: P
 
 def test_from_pretrained_wrongly(tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="neither a folder nor the name of a model"):
         PipelinePlugin.from_pretrained(auto, tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="does not contain a valid model config"):
         PipelinePlugin.from_pretrained(auto, tmp_path)

@@ -343,7 +343,7 @@ def test_updates_that_are_rounded_at_random_are_refused(sizes: dict[str, int]) -
     low, config = nn.Linear(4, 4, dtype=torch.bfloat16), PipelineConfig(pp_size=1, num_microbatches=2)
     rounding = OfTorchao(low.parameters(), math.inf)
     rounding.bf16_stochastic_round = True  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match=r"OfTorchao rounds.*at random.*precision='bf16'"):
+    with pytest.raises(ConfigurationError, match=r"OfTorchao rounds.*stochastically.*precision='bf16'"):
         check_separable(rounding, low, config, grid)
     check_separable(OfTorchao(low.parameters(), math.inf), low, config, grid)
     check_separable(rounding, low, replace(config, precision="bf16"), grid)  # its fp32 values are not rounded

@@ -232,7 +232,7 @@ def on_one_gpu(by_trainer: bool, **variables: str) -> None:
 def test_ranks_with_the_same_gpu_are_refused_before_nccl_does(pool: Pool, by_trainer: bool) -> None:
     """On a machine with one GPU, two ranks ended in NCCL (Duplicate GPU detected) and took it for a lost connection."""
     for message in pool.run_expecting(ConfigurationError, on_one_gpu, 3, by_trainer):
-        assert "each needs its own CUDA_VISIBLE_DEVICES" in message
+        assert "give each its own CUDA_VISIBLE_DEVICES" in message
         assert "ranks 0 and 1 compute on the same GPU" in message and "TrainingArguments(ddp_backend='gloo')" in message
 
 

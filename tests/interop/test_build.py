@@ -642,7 +642,7 @@ def test_a_user_s_own_target() -> None:
     [
         (2, {"target": "troch"}, ConfigurationError, "target='troch' is unknown: did you mean torch"),
         (2, {"target": "torch", "chunks": 2}, ConfigurationError, r"takes Torch\(num_model_chunks: int \| None"),
-        (2, {"target": "torch"}, ConfigurationError, "no process group"),
+        (2, {"target": "torch"}, ConfigurationError, "requires a process group"),
         (
             2,
             {"target": "colossalai", "num_microbatches": 2, "partition": "auto"},
