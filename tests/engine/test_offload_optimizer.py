@@ -401,11 +401,12 @@ def test_values_that_are_not_copied_back_are_seen(pool: Pool) -> None:
     assert all(pool.run(broken, 2))
 
 
-def both(precision: str) -> str:
+def both(offload: str | None, precision: str) -> str:
     """The loop writes other values to the model's weights than to those in the groups."""
     data = zoo.batch("llama", rows=8)
+    options: dict[str, Any] = {"verify": False, "num_microbatches": 2, "precision": precision}
     with apart():
-        split = Split(zoo.build("llama"), 2, data, verify=False, offload="optimizer", num_microbatches=2)
+        split = Split(zoo.build("llama"), 2, data, offload=offload, **options)
     split.backward(data)
     split.step()
     with torch.no_grad(), pytest.raises(UsageError) as caught:
@@ -419,11 +420,11 @@ def both(precision: str) -> str:
 
 
 @pytest.mark.local
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("offload", "precision"), [("optimizer", "fp32"), ("optimizer", "bf16"), (None, "bf16")])
 @pytest.mark.turns
-def test_weights_that_were_written_in_both_places_are_refused(pool: Pool, precision: str) -> None:
+def test_weights_that_were_written_in_both_places_are_refused(pool: Pool, offload: str | None, precision: str) -> None:
     """One of the writes was lost without a word."""
-    assert all("written to both the model's parameter" in said for said in pool.run(both, 2, precision))
+    assert all("written to both the model's parameter" in said for said in pool.run(both, 2, offload, precision))
 
 
 def test_bad_input() -> None:
