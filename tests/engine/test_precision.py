@@ -19,8 +19,8 @@ import pipeshard
 from pipeshard.batch.read import read_batch
 from pipeshard.batch.tree import tensors_in
 from pipeshard.distributed.collectives import local, whole
-from pipeshard.engine.mixed_precision import Precision, filled_like
-from pipeshard.errors import UsageError
+from pipeshard.engine.mixed_precision import LossScale, Precision, filled_like
+from pipeshard.errors import ConfigurationError, UsageError
 from tests import zoo
 from tests.covering import covering
 from tests.parity import check as parity
@@ -353,6 +353,27 @@ def test_what_is_lowered_in_a_model_that_cannot_be_built_from_its_config(tmp_pat
         assert [*model.buffers()]
 
 
+def scales(scaling: LossScale, overflows: str) -> list[float]:
+    """The scale after each step: "x" is an overflow."""
+    values = []
+    for step in overflows:
+        scaling.update(step == "x")
+        values.append(scaling.value)
+    return values
+
+
+def test_a_loss_scale_is_doubled_after_finite_steps_and_halved_by_an_overflow() -> None:
+    scaling = LossScale(initial=8.0, interval=3)
+    assert scales(scaling, "..x.......") == [8, 8, 4, 4, 4, 8, 8, 8, 16, 16]
+    assert scales(LossScale(initial=2.0**31, interval=1), "..") == [2.0**32] * 2
+    assert scales(LossScale(initial=2.0), "xx") == [1.0] * 2
+    assert LossScale().interval == 1000
+    assert scales(scaling, ".") == [16]
+    resumed = LossScale(interval=3)
+    resumed.load_state_dict(scaling.state_dict())
+    assert scales(resumed, "....") == [32, 32, 32, 64]
+
+
 def overflowing(world_stage: int) -> list[Any]:
     """fp16 training in which one stage's gradient overflows at the third step."""
     model = zoo.build("gpt2")
@@ -368,6 +389,13 @@ def overflowing(world_stage: int) -> list[Any]:
         split.step()
         moved = any(not torch.equal(p, before[name]) for name, p in split.held.items())
         seen.append((loss, scale, scaling.value, moved))
+    if split.plugin.grid.stage == world_stage:
+        parameter = next(iter(split.held.values()))
+        parameter.grad = torch.full_like(parameter, float("inf"), dtype=torch.float32)
+    with pytest.raises(ConfigurationError, match="norm is inf, and error_if_nonfinite=True"):
+        split.optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
+    with pytest.raises(UsageError, match=r"step\(closure\) does not support precision='fp16'"):
+        split.optimizer.step(lambda: None)
     return seen
 
 
@@ -391,7 +419,7 @@ def scaled() -> float:
     norm = split.optimizer.get_grad_norm()
     expected = float(torch.nn.utils.get_total_norm([p.grad for p in unsplit.parameters() if p.grad is not None]))
     assert norm == pytest.approx(expected, rel=0.02)
-    split.optimizer.clip_grad_by_norm(1e9)  # takes the scale off
+    split.optimizer.clip_grad_by_norm(1e9, error_if_nonfinite=True)  # takes the scale off
     reference = {name: p.grad for name, p in unsplit.named_parameters()}
     return max(_error(p.grad, reference[name]) for name, p in split.held.items() if p.grad is not None)
 
