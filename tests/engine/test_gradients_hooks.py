@@ -90,7 +90,10 @@ class Both:
     def error(self) -> float:
         """The largest one of a held gradient."""
         expected = {name: parameter.grad for name, parameter in self.alone.named_parameters()}
-        held = [(n, p) for n, p in self.models[1].named_parameters() if not is_released(p) and p.grad is not None]
+        parameters = [(name, p) for name, p in self.models[1].named_parameters() if not is_released(p)]
+        for name, parameter in parameters:
+            assert (parameter.grad is None) == (expected[name] is None), name
+        held = [(name, p) for name, p in parameters if p.grad is not None]
         assert held
         return max(float((p.grad.to_dense() - expected[name].to_dense()).abs().max()) for name, p in held)
 

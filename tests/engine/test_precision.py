@@ -421,6 +421,8 @@ def scaled() -> float:
     assert norm == pytest.approx(expected, rel=0.02)
     split.optimizer.clip_grad_by_norm(1e9, error_if_nonfinite=True)  # takes the scale off
     reference = {name: p.grad for name, p in unsplit.named_parameters()}
+    for name, parameter in split.held.items():
+        assert (parameter.grad is None) == (reference[name] is None), name
     return max(_error(p.grad, reference[name]) for name, p in split.held.items() if p.grad is not None)
 
 
