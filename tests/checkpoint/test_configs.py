@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.resident import peak, reset_peak, resident
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import untrusted
 from pipeshard.checkpoint.untrusted import VALUES, check_adapter, folder_config, generation_config_of, read_document
@@ -45,10 +45,11 @@ def test_absurd_configs_are_refused(
 ) -> None:
     """500 bytes took 6 GB, or minutes; some ended in torch's own error."""
     monkeypatch.setattr(untrusted, "MODULES", 2000)
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    reset_peak()
+    before, begin = resident(), time.process_time()
     with pytest.raises(CheckpointError, match=message):
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder_with(tmp_path, **fields))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+    assert peak() - before < 256 << 20
     assert time.process_time() - begin < 10
 
 
