@@ -609,7 +609,8 @@ def test_a_sampler_whose_state_is_a_position_is_refused(first: int, options: dic
         other.load_state_dict(state)
         assert other.state_dict()["last_entry"] == 7
         with pytest.raises(
-            CheckpointError, match=r"Yielding yields a different order.*entry 7 differs.*Correct the sampler's state_dict"
+            CheckpointError,
+            match=r"Yielding yields a different order.*entry 7 differs.*Correct the sampler's state_dict",
         ):
             list(other)
 

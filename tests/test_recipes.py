@@ -865,7 +865,9 @@ def test_a_model_with_code_of_its_own_is_planned(tmp_path: Path, monkeypatch: py
     planned = said(*arguments, "--trust_remote_code=true")
     assert planned.exit_code == 0 and "Model" in planned.output, planned.output
     by_plan = CliRunner().invoke(main, ["plan", str(tmp_path), "--pp=2", "--microbatches=4", "--seq-len=16"])
-    assert by_plan.exit_code == 1 and "does not run: in Python, pass a model built with from_pretrained(" in by_plan.output
+    assert (
+        by_plan.exit_code == 1 and "does not run: in Python, pass a model built with from_pretrained(" in by_plan.output
+    )
 
 
 @pytest.mark.slow

@@ -481,7 +481,9 @@ def left_a_window(folder: str) -> int:
         with pytest.raises(UsageError, match=r"training data ended after 2 batches .*accumulation_steps=3"):
             made.train()
         made = trainer("causal", folder, {"pp_size": 1}, {"callbacks": [Stopping("should_epoch_stop")]}, max_steps=11)
-        with pytest.raises(UsageError, match=r"on_substep_end, so 1 of the \d batches .*: set control.should_epoch_stop in"):
+        with pytest.raises(
+            UsageError, match=r"on_substep_end, so 1 of the \d batches .*: set control.should_epoch_stop in"
+        ):
             made.train()
         made = trainer("causal", folder, {"pp_size": 1}, {"callbacks": [Stopping("should_training_stop")]}, max_steps=1)
         made.train()

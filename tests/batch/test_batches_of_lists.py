@@ -183,7 +183,9 @@ def test_lists_of_tensors_with_the_same_samples_are_not_opened_as_samples() -> N
     images = [torch.zeros(CHANNELS, SIZE, SIZE) for _ in boxes]
     assert RowDims(Detector()).read((images, boxes)).rows == 3
     labels = [torch.zeros(1, dtype=torch.long) for _ in boxes]
-    with pytest.raises(BatchError, match=r"lists of 3 entries \(\[0\] and \[1\]\).*batch_dims={'\[0\]': 0, '\[1\]': 0}"):
+    with pytest.raises(
+        BatchError, match=r"lists of 3 entries \(\[0\] and \[1\]\).*batch_dims={'\[0\]': 0, '\[1\]': 0}"
+    ):
         RowDims(Detector()).read((images, labels))
     assert RowDims(Detector(), {"[0]": 0, "[1]": 0}).read((images, labels)).rows == 3
     assert RowDims(Detector(), {"[0]": None, "[1]": None}).read((images, labels)).rows == CHANNELS
