@@ -81,6 +81,10 @@ def names_and_modes() -> None:
     for listed in ("named_parameters", "named_modules", "named_children", "named_buffers"):
         assert [n for n, _ in getattr(boosted, listed)()] == [n for n, _ in getattr(sides.unsplit, listed)()]
     assert boosted.get_submodule("layers.0") is sides.model.layers[0]
+    boosted.extra = 1
+    assert sides.model.extra == 1 and "extra" not in vars(boosted)
+    del boosted.extra
+    assert not hasattr(boosted, "extra") and not hasattr(sides.model, "extra")
     assert boosted.eval() is boosted
     assert not any(module.training for module in sides.model.modules())
     assert boosted.train() is boosted

@@ -327,17 +327,6 @@ def test_while_passes_are_whole_large_embeddings_alone_are_put_off() -> None:
     assert_same(gradients(model), gradients(plain))
 
 
-def test_a_list_gives_its_memory_back() -> None:
-    model = layers()
-    deferral = Deferral([model])
-    with deferral.installed():
-        loss, pending = model(ids(0)), deferral.begin()
-        loss.backward()
-        assert len(pending) == 4
-        deferral.finish(pending)
-        assert not pending
-
-
 def added_up(model: Layers, seeds: range) -> None:
     """One backward pass for each seed, with every weight taken for a large one."""
     deferral = Deferral([model])

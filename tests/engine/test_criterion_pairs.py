@@ -1,4 +1,4 @@
-"""Tests of attributes that a user sets on a boosted model between steps: they are set on the model itself."""
+"""Tests of criteria that return a pair: a sum and a count, or a loss and a metric, of which boost warns."""
 
 from __future__ import annotations
 
@@ -16,61 +16,20 @@ from tests.pool import Pool
 pytestmark = pytest.mark.local
 
 
-class Annealed(nn.Module):
-    """A regularized classifier whose user sets the weight of the second term in each step."""
-
+class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.beta = 0.0
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return {"loss": F.cross_entropy(x, labels) + self.beta * x.square().mean(), "logits": x}
+        return {"loss": F.cross_entropy(x, labels), "logits": x}
 
 
 def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {"x": torch.randn(6, 8, generator=generator), "labels": torch.randint(8, (6,), generator=generator)}
-
-
-def annealing() -> tuple[list[float], list[float], bool]:
-    """The losses of three steps, and those of the unsplit model, whose user does the same."""
-    losses = []
-    for is_split in (True, False):
-        torch.manual_seed(0)
-        model: Any = Annealed()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = None
-        if is_split:
-            options: Any = {"pp_size": 2, "num_microbatches": 2, "dry_run_input": batch()}
-            engine = pipeshard.initialize(model, optimizer, **options)
-            model, optimizer = engine.model, engine.optimizer
-        told = []
-        for step in range(3):
-            model.beta = 2.0 * step
-            loss = model(**batch())["loss"] if engine is None else engine.execute_pipeline(iter([batch()]))["loss"]
-            if engine is None:
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(round(float(loss.detach()), 5))
-        losses.append(told)
-        if is_split:
-            model.extra = 1
-            is_set = model.unwrap().extra == 1 and "extra" not in vars(model)
-            del model.extra
-            is_set &= not hasattr(model, "extra")
-    return losses[0], losses[1], is_set
-
-
-@pytest.mark.turns
-def test_what_is_set_on_a_boosted_model_is_set_on_the_model(pool: Pool) -> None:
-    """`model.beta = 0.1 * step` stayed on the wrapper, which its user calls the model: its forward went on with the
-    first weight, and trained another model than one process."""
-    for split, unsplit, is_set in pool.run(annealing, 2):
-        assert (split, is_set) == (unsplit, True)
 
 
 def warnings_of_pairs() -> list[bool]:
@@ -90,7 +49,7 @@ def warnings_of_pairs() -> list[bool]:
     told = []
     for criterion in (with_accuracy, with_count):
         records.clear()
-        model = Annealed()
+        model = Classifier()
         options: Any = {"pp_size": 1, "num_microbatches": 1, "dry_run_input": batch()}
         pipeshard.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion, **options)
         told.append(any("second as a count and divides the first by this count" in record for record in records))
