@@ -276,7 +276,7 @@ def gap_to(alone: nn.Module, model: nn.Module, *optimizers: Any) -> float:
     return max(float((p - reference[name]).detach().abs().max()) for name, p in held)
 
 
-def change_by(optimizer: Any, before: dict[Tensor, Tensor]) -> float:
+def change_by(optimizer: Any, before: dict[Any, Tensor]) -> float:
     """The largest change of a parameter of this optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return max(float((p - before[p]).abs().max()) for p in parameters)
