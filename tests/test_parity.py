@@ -3,18 +3,24 @@
 import itertools
 import os
 import random
+import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import TraceError
 from tests.covering import ALL, SEED, sample
 from tests.families import FAMILIES
 from tests.parity.build import batch, build
-from tests.parity.check import CLOSE, MIXES, mixes
+from tests.parity.chains.chain import Chain
+from tests.parity.check import CLOSE, MIXES, Verdict, check, mixes
 from tests.parity.entries import Entry, all_entries, find
 from tests.parity.report import EXACT, ORDER, Row, Totals, draw, markdown, passed, results, verdicts
 from tests.parity.sweep import Rows, failure, row_of
@@ -80,6 +86,30 @@ LOW = [(name, precision) for precision, names in IN_16_BITS.items() for name in 
 def test_architecture_in_16_bits(pool: Pool, name: str, precision: str) -> None:
     row = row_of(pool, ENTRIES[name], 2, precision=precision)
     assert row.kind in EXACT and row.error < CLOSE, f"{row.kind} {row.error}: {row.reason}"
+
+
+def of_a_larger_norm() -> Any:
+    norm = PipelineOptimizer.get_grad_norm
+    return mock.patch.object(PipelineOptimizer, "get_grad_norm", lambda *options: 1.01 * norm(*options))
+
+
+def of_another_chain() -> Any:
+    return mock.patch.object(Chain, "mismatch", lambda chain, flow: "another value is read")
+
+
+def mistaken(entry: Entry, mistake: Callable[[], Any]) -> Verdict:
+    with mistake():
+        return check(entry)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("mistake", "reason"), [(of_a_larger_norm, r"norm [\d.]+, unsplit"), (of_another_chain, "another value is read")]
+)
+def test_what_rounding_cannot_explain_is_wrong(pool: Pool, mistake: Callable[[], Any], reason: str) -> None:
+    """Where only the norm or the chain was wrong, the error was 0, which the unsplit model's rounding excused."""
+    (found,) = pool.run(mistaken, 1, ENTRIES["causal-lm/gpt2"], mistake)
+    assert found.kind == "wrong" and re.search(reason, found.reason)
 
 
 ROWS = [

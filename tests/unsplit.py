@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -128,6 +129,13 @@ def compared(
     if not abs(norm - float(expected)) <= tolerance * float(expected):
         found.append(f"norm {norm}, unsplit {float(expected)}")
     return found
+
+
+def largest_error(errors: Iterable[float | Tensor]) -> float:
+    """The largest of these errors, without their signs. NaN, which max() passes over, is infinite."""
+    sizes = [abs(float(error)) for error in errors]
+    assert sizes, "nothing was compared"
+    return max(size if size == size else float("inf") for size in sizes)
 
 
 def gradient_error(split: Split, unsplit: nn.Module, single: float = 1e-3) -> float:

@@ -64,7 +64,7 @@ def check(model: Model, options: Mapping[str, Any]) -> Verdict:
         return verdict
     infinite: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(infinite, verdict.error == float("inf"))
-    if any(infinite):  # a tensor of another shape, or that should not be there: no matter of rounding
+    if any(infinite):  # a tensor that is missing, of another shape, or that should not be there: not due to rounding
         return verdict
     try:
         again = compare(model, options, torch.float64)
@@ -128,12 +128,13 @@ def judged(found: Trained, expected: Trained, close: float, seconds: Mapping[str
     gradients = _furthest(found.gradients, expected.gradients, SMALL * largest)
     if not gradients[0] <= close:
         problems.append(f"gradient of {gradients[1]} {gradients[0]:.1e}")
-    if found.state and (missing := sorted(expected.state.keys() - found.state.keys())):
+    missing = sorted(expected.state.keys() - found.state.keys()) if found.state else []
+    if missing:
         problems.append(f"no {', '.join(missing[:3])} after training")
     state = _furthest(found.state, expected.state, SMALL)
     if not state[0] <= 10 * close:
         problems.append(f"after {STEPS} steps {state[1]} {state[0]:.1e}")
-    error = max(losses, gradients[0], state[0] / 10)
+    error = float("inf") if missing else max(losses, gradients[0], state[0] / 10)
     if problems:
         return Verdict("wrong", error, "; ".join(problems), seconds)
     return Verdict("close" if error else "bitwise", error, seconds=seconds)
