@@ -47,8 +47,10 @@ from pipeshard.private import modes_entered
 from pipeshard.replaced import replaced
 from tests import zoo
 from tests.parity.build import batch, build
-from tests.parity.entries import find
-from tests.parity.generating import PAGE, check_generation, with_caches
+from tests.parity.check import Verdict
+from tests.parity.entries import Entry, find
+from tests.parity.generating import PAGE, check_generation, score_error, scores, with_caches
+from tests.parity.generating import generated as generated_of_parity
 from tests.parity.report import Row
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
@@ -860,6 +862,30 @@ def test_a_model_that_does_not_generate_has_no_generate(pool: Pool) -> None:
 def test_architecture_generates(pool: Pool, name: str) -> None:
     (entry,) = find(name)
     assert {verdict.kind for verdict in pool.run(check_generation, 2, entry)} <= {"bitwise", "close"}
+
+
+def scaled(entry: Entry) -> Verdict:
+    def of_larger_scores(model: Any, *given: Any) -> Any:
+        output = generated_of_parity(model, *given)
+        if scores(output) and hasattr(model, "unwrap"):
+            output.scores = tuple(1.01 * score for score in output.scores)
+        return output
+
+    with mock.patch("tests.parity.generating.generated", of_larger_scores):
+        return check_generation(entry)
+
+
+@pytest.mark.turns
+def test_scores_of_an_architecture_are_those_of_the_unsplit_model(pool: Pool) -> None:
+    """Whatever scores were, the outcome was "close" as long as the largest one was that of the same token."""
+    (found,) = pool.run(scaled, 1, find("causal-lm/gpt2")[0])
+    assert (found.kind, found.reason) == ("wrong", "scores: scores differ by 1.0e-02 of the largest one")
+
+
+def test_scores_that_are_not_finite_are_those_of_the_unsplit_model() -> None:
+    score, infinite = torch.tensor([2.0, -4.0, 1.0]), torch.tensor([2.0, -4.0, float("-inf")])
+    assert score_error(score + 1e-6, score) < 1e-6 and score_error(infinite, infinite) == 0
+    assert score_error(torch.tensor([2.0, -4.0, float("nan")]), score) == score_error(score, infinite) == float("inf")
 
 
 def test_page_of_generation() -> None:

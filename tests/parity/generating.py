@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,9 +23,11 @@ from tests.parity.report import Row
 from tests.parity.sweep import judged
 from tests.parity.tiny import FIRST_TEXT, SPECIAL, VOCABULARY
 from tests.pool import Pool
+from tests.unsplit import largest_error
 
 GENERATING = ("causal-lm", "seq2seq-lm", "image-text-to-text", "speech-seq2seq")  # tasks of models that generate
 NEW, PADDED, SEED = 5, 3, 11
+CLOSE = 1e-5  # of a score, relative to the largest one
 GREEDY: dict[str, Any] = {"do_sample": False}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -47,10 +48,10 @@ PAGE = Page(
     ),
     meaning={
         "bitwise": "tokens and scores are equal, bit for bit",
-        "close": "tokens are equal, and scores to rounding",
+        "close": f"tokens are equal, and scores to rounding (at most {CLOSE:.0e} of the largest score)",
         "refused": "pipeshard refuses the model with an error that says why",
         "untrainable": "the model does not generate unsplit, or two runs differ",
-        "wrong": "tokens differ",
+        "wrong": "tokens differ, or scores by more than rounding",
     },
 )
 
@@ -86,14 +87,17 @@ def check_generation(entry: Entry) -> Verdict:
         return Verdict("refused", reason=f"{type(error).__name__}: {error}")
     assert engine.model is not None
     engine.model.eval()
-    same = True
+    same, worst = True, 0.0
     for mode, unsplit in expected.items():
         split = generated(engine.model, prompts[mode], MODES[mode])
         if not torch.equal(tokens(split), tokens(unsplit)):
             return Verdict("wrong", 1.0, f"{mode}: {tokens(split).tolist()}, unsplit {tokens(unsplit).tolist()}")
-        same = same and all(map(torch.equal, scores(split), scores(unsplit)))
-    unequal = max((float((a - b).abs().max()) for a, b in both_scores(split, unsplit)), default=0.0)
-    return Verdict("bitwise" if same else "close", unequal, ", ".join(expected))
+        pairs = [*zip(scores(split), scores(unsplit), strict=True)]
+        same = same and all(torch.equal(a, b) for a, b in pairs)
+        worst = largest_error([worst, *(score_error(a, b) for a, b in pairs)])
+        if worst > CLOSE:
+            return Verdict("wrong", worst, f"{mode}: scores differ by {worst:.1e} of the largest one")
+    return Verdict("bitwise" if same else "close", worst, ", ".join(expected))
 
 
 def draws(model: Any, prompt: dict[str, Tensor]) -> bool:
@@ -118,10 +122,13 @@ def scores(output: Any) -> tuple[Tensor, ...]:
     return () if isinstance(output, Tensor) else output.scores
 
 
-def both_scores(split: Any, unsplit: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    for a, b in zip(scores(split), scores(unsplit), strict=True):
-        is_number = a.isfinite() & b.isfinite()
-        yield a[is_number], b[is_number]
+def score_error(split: Tensor, unsplit: Tensor) -> float:
+    """The largest difference of a token's scores, relative to the largest one. Both must be finite alike."""
+    finite = unsplit.isfinite()
+    if not torch.equal(split.isfinite(), finite):
+        return float("inf")
+    difference = (split - unsplit)[finite]
+    return float(difference.abs().max() / unsplit[finite].abs().max().clamp(min=1e-6)) if finite.any() else 0.0
 
 
 def padded(entry: Entry, data: dict[str, Tensor]) -> dict[str, Tensor]:
