@@ -17,6 +17,7 @@ from benchmarks.speed.parts.work import LIMIT, TORCH, against_limit, batches, ou
 from benchmarks.speed.report import write
 from benchmarks.speed.section import Section, Table
 from benchmarks.speed.work import Work
+from tests.unsplit import largest_error
 
 WORK = Work("gpt2", hidden=32, heads=4, layers=4, vocabulary=64, length=16, microbatches=4)
 
@@ -32,7 +33,7 @@ def test_contenders_train_to_the_same_losses(tmp_path: Path) -> None:
     ]
     mine, theirs = (outcomes[name] for name in ("pipeshard zbv", "torch 1F1B"))
     assert len(mine.seconds) == 2 and len(mine.losses) == len(theirs.losses) == 6
-    assert max(loss_errors(lanes, outcomes).values()) < 1e-5
+    assert largest_error(loss_errors(lanes, outcomes).values()) < 1e-5
     report = outcomes["limit"].reports[0]
     assert 0 < limit("zbv", 4, report) < limit("gpipe", 4, report, plain=True)
     assert 0 < limit("gpipe", 4, report) <= limit("gpipe", 4, report, plain=True)

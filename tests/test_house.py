@@ -2,14 +2,18 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import anatomy
 import pipeshard
 from tests.house import LEVEL, PACKAGE, PAGE, ROOT, circles, graph, modules, picture
+from tests.unsplit import largest_error
 
 READING_LIST = 2400
+BLIND = r"(?<![\w.])max\((.*\) <=? (\d+e-|0\.)\d|\(*float\(.* - ).*"  # maxima of errors, which pass over NaN
 QUAINT = r"\bis no\b|is none of|the dearest|piles? up|puts? off"
 
 
@@ -50,6 +54,17 @@ def test_files_that_the_pages_name_are_there() -> None:
     for page in (PAGE, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         paths = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
         assert [path for path in paths if not (PACKAGE / path).exists() and not (ROOT / path).exists()] == [], page
+
+
+def test_errors_that_are_not_a_number_are_seen() -> None:
+    """max([1e-8, nan]) < 1e-6 is true, and so tests passed whose parameters had become NaN."""
+    assert largest_error([1e-8, float("nan")]) == largest_error([-float("inf"), 2.0]) == float("inf")
+    assert largest_error([0.5, torch.tensor(-2.0)]) == 2
+    with pytest.raises(AssertionError, match="nothing was compared"):
+        largest_error([])
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    blind = [f"{path.name}: {found[0]}" for path in files for found in re.finditer(BLIND, path.read_text())]
+    assert blind == [], "take tests.unsplit.largest_error"
 
 
 def test_english_is_plain() -> None:

@@ -26,7 +26,7 @@ def evaluated(name: str) -> list[str]:
                 expected = unsplit.model(**data).loss
                 for batch in (inside, data):
                     out = split.booster.execute_pipeline(iter([batch]), split.model, None, None)
-                    if abs(float(out["loss"] - expected)) > 1e-6:
+                    if not abs(float(out["loss"] - expected)) <= 1e-6:
                         found.append(f"step {step}: {float(out['loss'])}, unsplit {float(expected)}")
         found += differences(split, unsplit, zoo.batch(name, seed=step))
         split.step()

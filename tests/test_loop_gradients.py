@@ -23,6 +23,7 @@ from tests import zoo
 from tests.hunt.nets import Net, data
 from tests.pool import Pool
 from tests.test_loop import boost, seeded, sgd
+from tests.unsplit import largest_error
 
 pytestmark = pytest.mark.local
 
@@ -245,7 +246,7 @@ def clipped_by_value(options: dict[str, Any]) -> float:
     engine.optimizer.clip_grad_by_value(0.01)
     engine.optimizer.step()
     pairs = zip(before, masters(engine), strict=True)
-    return max([float((old - new).abs().max()) for old, new in pairs if old.numel()], default=0.0)
+    return largest_error([0.0, *((old - new).abs().max() for old, new in pairs if old.numel())])
 
 
 @pytest.mark.turns
@@ -254,7 +255,7 @@ def clipped_by_value(options: dict[str, Any]) -> float:
 def test_a_clip_by_value_is_one_of_unscaled_gradients(pool: Pool, precision: str) -> None:
     """In fp16, the limit was compared with gradients that were multiplied by the loss scale."""
     for name in ("stages", "zero"):
-        assert max(pool.run(clipped_by_value, 2, REPLICAS[name] | {"precision": precision})) == pytest.approx(
+        assert largest_error(pool.run(clipped_by_value, 2, REPLICAS[name] | {"precision": precision})) == pytest.approx(
             5e-3, rel=1e-3
         )
 

@@ -173,7 +173,7 @@ def between_steps() -> list[str]:
         with torch.no_grad():
             whole = unsplit.model(**data)
         evaluated = split.evaluate(data)["loss"]
-        if abs(float(evaluated - whole.loss)) > ROUNDED:
+        if not abs(float(evaluated - whole.loss)) <= ROUNDED:
             found.append(f"evaluated {float(evaluated)}, unsplit {float(whole.loss)}")
         split.model.generate(data["input_ids"], max_new_tokens=2, do_sample=False)
         out = split.backward(data, return_outputs=True)

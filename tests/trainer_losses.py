@@ -13,6 +13,7 @@ from tests import trls
 from tests.pool import Pool
 from tests.trainer_features import PAGE
 from tests.trainers import run, run_pipeline
+from tests.unsplit import largest_error
 
 BEGIN, END = "<!-- losses -->\n", "<!-- end of losses -->"
 STEPS, CLOSE = 50, 1e-6
@@ -45,7 +46,7 @@ def losses(pool: Pool, kind: str, folder: str, steps: int = STEPS) -> tuple[list
 
 def farthest(one: list[float], two: list[float]) -> float:
     """The largest relative difference."""
-    return max(abs(a - b) / abs(a) for a, b in zip(one, two, strict=True))
+    return largest_error((a - b) / a for a, b in zip(one, two, strict=True))
 
 
 def main() -> int:

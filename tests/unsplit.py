@@ -169,5 +169,4 @@ def relative_errors(model: nn.Module, unsplit: nn.Module, floor: float = 0.0) ->
 
 def parameter_error(split: Split, unsplit: nn.Module) -> float:
     reference = dict(unsplit.named_parameters())
-    errors = (float((whole(p) - reference[name]).detach().abs().max()) for name, p in split.held.items())
-    return max(errors, default=0.0)
+    return largest_error((whole(p) - reference[name]).detach().abs().max() for name, p in split.held.items())

@@ -15,7 +15,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import RowDims
 from pipeshard.errors import BatchError
 from tests.pool import Pool
-from tests.unsplit import Split, gradient_error
+from tests.unsplit import Split, gradient_error, largest_error
 
 pytestmark = pytest.mark.local
 
@@ -70,7 +70,7 @@ def detection() -> list[str]:
             loss = unsplit(**batch)["loss"]
             loss.backward()
             error = abs(float(split.backward(batch)["loss"] / loss.detach()) - 1)
-            if not max(error, gradient_error(split, unsplit)) < 1e-6:
+            if not largest_error([error, gradient_error(split, unsplit)]) < 1e-6:
                 found.append(f"{kind}: {error}, {gradient_error(split, unsplit)}")
             unsplit.zero_grad()
             split.optimizer.zero_grad()

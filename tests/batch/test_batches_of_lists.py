@@ -18,7 +18,7 @@ from pipeshard.batch.read import RowDims
 from pipeshard.errors import BatchError
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split, gradient_error, relative_errors
+from tests.unsplit import Split, gradient_error, largest_error, relative_errors
 
 pytestmark = pytest.mark.local
 
@@ -70,7 +70,7 @@ def trained_on_lists() -> list[str]:
             output = unsplit(**batch) if isinstance(batch, dict) else unsplit(*batch)
             output["loss"].backward()
             error = abs(float(split.backward(batch)["loss"] / output["loss"].detach()) - 1)
-            if not max(error, gradient_error(split, unsplit)) < 1e-6:
+            if not largest_error([error, gradient_error(split, unsplit)]) < 1e-6:
                 found.append(f"{kind}: {error}, {gradient_error(split, unsplit)}")
             unsplit.zero_grad()
             split.optimizer.zero_grad()
@@ -147,7 +147,7 @@ def written_in_lists(schedule: str) -> list[str]:
         loss.backward()
         split = split or Split(model, dist.get_world_size(), batch, num_microbatches=2, schedule=schedule)
         error = abs(float(split.backward(batch)["loss"] / loss.detach()) - 1)
-        if not max(error, gradient_error(split, unsplit)) < 1e-5:
+        if not largest_error([error, gradient_error(split, unsplit)]) < 1e-5:
             found.append(f"{rows} samples: {error}, {gradient_error(split, unsplit)}")
         torch.testing.assert_close(batch, before, rtol=0, atol=0)
         unsplit.zero_grad()
@@ -300,7 +300,7 @@ def off(model: nn.Module, make: Any, criterion: Any, count: int) -> float:
         for each in (optimizer, engine.optimizer):
             each.step()
             each.zero_grad()
-    return max(errors)
+    return largest_error(errors)
 
 
 def trained_on_tuples() -> dict[str, float]:

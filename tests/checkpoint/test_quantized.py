@@ -39,7 +39,7 @@ from tests.messages import messages_of
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, compared
+from tests.unsplit import Split, Unsplit, compared, largest_error
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 linear4bit = pytest.importorskip("pipeshard.split.linear4bit")
@@ -114,7 +114,7 @@ def trained(folder: Path, name: str, kind: str, **arguments: Any) -> list[str]:
         split.step()
     whole = dict(unsplit.model.named_parameters())
     floats = {name: p for name, p in split.held.items() if p.is_floating_point()}
-    error = max(float((p - whole[name]).norm() / whole[name].norm().clamp(min=1e-9)) for name, p in floats.items())
+    error = largest_error((p - whole[name]).norm() / whole[name].norm().clamp(min=1e-9) for name, p in floats.items())
     return found + [f"parameters differ by {error:.1e}"] * (error > 1e-5)
 
 

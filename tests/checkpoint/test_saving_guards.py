@@ -27,7 +27,7 @@ from pipeshard.checkpoint.state_folder import MARKS, StateSave
 from pipeshard.errors import CheckpointError, UsageError
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split
+from tests.unsplit import Split, largest_error
 
 
 def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -125,7 +125,7 @@ def test_one_stage_holds_all_of_it(pool: Pool, tmp_path: Path) -> None:
     """`AveragedModel(engine.model)` in a notebook, with pp_size=1, failed as the process groups of the boosted model
     cannot be copied, and the error did not say that its `unwrap()` can."""
     (errors,) = pool.run(alone, 1, str(tmp_path))
-    assert len(errors) == 7 and max(map(abs, errors)) < 1e-5
+    assert len(errors) == 7 and largest_error(errors) < 1e-5
 
 
 def replaced() -> list[str]:

@@ -17,6 +17,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.split.materialize import is_released
 from tests.pool import Pool
+from tests.unsplit import largest_error
 
 pytestmark = pytest.mark.local
 
@@ -95,7 +96,7 @@ class Both:
             assert (parameter.grad is None) == (expected[name] is None), name
         held = [(name, p) for name, p in parameters if p.grad is not None]
         assert held
-        return max(float((p.grad.to_dense() - expected[name].to_dense()).abs().max()) for name, p in held)
+        return largest_error(float((p.grad.to_dense() - expected[name].to_dense()).abs().max()) for name, p in held)
 
 
 def changed_between_calls() -> float:
@@ -143,12 +144,12 @@ def changed_between_calls() -> float:
         other.backward()
         errors.append(other.error())
         other.optimizer.step()  # with a norm
-    return max(errors)
+    return largest_error(errors)
 
 
 @pytest.mark.turns
 def test_gradients_may_be_changed_between_two_calls(pool: Pool) -> None:
-    assert max(pool.run(changed_between_calls, 2)) < 1e-6
+    assert largest_error(pool.run(changed_between_calls, 2)) < 1e-6
 
 
 def of_the_other_model() -> float:
@@ -165,7 +166,7 @@ def of_the_other_model() -> float:
 
 
 def test_two_models_of_one_plugin(pool: Pool) -> None:
-    assert max(pool.run(of_the_other_model, 2)) < 1e-6
+    assert largest_error(pool.run(of_the_other_model, 2)) < 1e-6
 
 
 def listening(prepare: Callable[[Net], Any], kind: type[Net] = Net) -> None:
@@ -240,7 +241,7 @@ def listened() -> float:
 
 @pytest.mark.turns
 def test_hooks(pool: Pool) -> None:
-    assert max(pool.run(listened, 2)) < 1e-6
+    assert largest_error(pool.run(listened, 2)) < 1e-6
     for prepare, kind, message in (
         (clamp_parameter, Tied, "embed.weight has a gradient hook, but several ranks hold"),
         (clamp_accumulated, Tied, "embed.weight has a gradient hook, but several ranks hold"),
@@ -305,12 +306,12 @@ def forces(pp_size: int, how: str) -> float:
     expected.backward()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     errors = [(p.grad - q.grad).abs().max() for p, q in pairs if not is_released(p)]
-    return float(abs(loss - expected)) + float(max(errors))
+    return float(abs(loss - expected)) + largest_error(errors)
 
 
 @pytest.mark.turns
 def test_gradients_asked_for_in_forward(pool: Pool) -> None:
     for size, how in ((1, "grad"), (1, "hook"), (2, "hook")):
-        assert max(pool.run(forces, size, size, how)) < 1e-6
+        assert largest_error(pool.run(forces, size, size, how)) < 1e-6
     for told in pool.run_expecting(TraceError, forces, 2, 2, "grad"):
         assert "autograd.grad(energy" in told and "a separate module" in told, told

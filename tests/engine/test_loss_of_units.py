@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 import pipeshard
 from pipeshard.errors import ConfigurationError
 from tests.pool import Pool
-from tests.unsplit import relative_errors
+from tests.unsplit import largest_error, relative_errors
 
 pytestmark = pytest.mark.local
 
@@ -91,7 +91,7 @@ def off(model: nn.Module, sizes: tuple[int, ...], loss_of: Any = criterion, **op
         for each in (engine.optimizer, optimizers[1]):
             each.step()
             each.zero_grad()
-    return max(errors)
+    return largest_error(errors)
 
 
 def trained() -> dict[str, float]:

@@ -32,7 +32,7 @@ from tests.parity.build import build
 from tests.parity.entries import find
 from tests.pool import Pool
 from tests.rules import find_loss_rule
-from tests.unsplit import Split, gradient_error
+from tests.unsplit import Split, gradient_error, largest_error
 
 pytestmark = pytest.mark.local
 
@@ -240,7 +240,7 @@ def counting() -> list[str]:
                 (total / count).backward()
                 run = split.booster.execute_pipeline
                 out = run(iter([batch]), split.model, lambda o, b, c=criterion: c(o, b), split.optimizer)
-            error = max(gradient_error(split, unsplit), abs(float(out["loss"] / (total / count).detach()) - 1))
+            error = largest_error([gradient_error(split, unsplit), float(out["loss"] / (total / count).detach()) - 1])
             if not error < 1e-6:
                 found.append(f"{criterion.__name__} m={m} step {seed}: {error}")
             split.optimizer.zero_grad()
@@ -282,7 +282,7 @@ def summing_means() -> list[str]:
         expected = two_means(unsplit(batch["ids"]), batch)
         expected.backward()
         loss = split.booster.execute_pipeline(iter([batch]), split.model, two_sums, split.optimizer)["loss"]
-        error = max(gradient_error(split, unsplit), abs(float(loss / expected.detach()) - 1))
+        error = largest_error([gradient_error(split, unsplit), float(loss / expected.detach()) - 1])
         if not error < 1e-6:
             found.append(f"step {seed}: {error}")
         split.optimizer.zero_grad()

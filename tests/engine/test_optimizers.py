@@ -27,6 +27,7 @@ from pipeshard.errors import ConfigurationError
 from tests import zoo
 from tests.hunt.loops import Sides
 from tests.pool import Pool, WorkerError
+from tests.unsplit import largest_error
 
 NAME = "llama-tied"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -78,7 +79,7 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
             each.zero_grad()
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in optimizers[0].param_groups]
     reference, held = dict(alone.named_parameters()), boosted.pipeline.holdings.held
-    return max(float((whole(p) - reference[name]).detach().abs().max()) for name, p in held.items())
+    return largest_error(float((whole(p) - reference[name]).detach().abs().max()) for name, p in held.items())
 
 
 @pytest.mark.turns
@@ -98,7 +99,7 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
     ],
 )
 def test_trains_as_in_one_process(pool: Pool, kind: str, frozen: str, world: int, options: dict[str, Any]) -> None:
-    assert max(pool.run(trained, world, kind, frozen, options)) < 1e-6
+    assert largest_error(pool.run(trained, world, kind, frozen, options)) < 1e-6
 
 
 class ByName(torch.optim.SGD):
@@ -267,7 +268,7 @@ def of_meta(folder: str, kind: Callable[[Any], torch.optim.Optimizer], is_whole:
             each.step()
             each.zero_grad()
     held = boosted.pipeline.holdings.held
-    return max(float((p - alone.get_parameter(name)).detach().abs().max()) for name, p in held.items())
+    return largest_error(float((p - alone.get_parameter(name)).detach().abs().max()) for name, p in held.items())
 
 
 @pytest.mark.turns
@@ -277,8 +278,8 @@ def test_states_of_a_constructor_have_values(pool: Pool, tmp_path: Path) -> None
     about the device meta."""
     for start in (0.0, 0.1):
         kind = partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=start, eps=1e-3)
-        assert max(pool.run(of_meta, 2, str(tmp_path), kind)) < 1e-6
-    assert max(pool.run(of_meta, 2, str(tmp_path), Slow, True)) < 1e-6
+        assert largest_error(pool.run(of_meta, 2, str(tmp_path), kind)) < 1e-6
+    assert largest_error(pool.run(of_meta, 2, str(tmp_path), Slow, True)) < 1e-6
     with pytest.raises(WorkerError, match="ConfigurationError: Slow created its state 'slow' in its constructor"):
         pool.run(of_meta, 2, str(tmp_path), Slow)
 

@@ -22,6 +22,7 @@ from pipeshard.split.materialize import is_released
 from pipeshard.verify.proof import EXACT, Proof
 from tests.engine.test_gradients_hooks import Net, data
 from tests.pool import Pool
+from tests.unsplit import largest_error
 from tests.verify.test_verify import proof_of
 
 pytestmark = pytest.mark.local
@@ -273,7 +274,7 @@ def gap_to(alone: nn.Module, model: nn.Module, *optimizers: Any) -> float:
     updated = {name: tensor for optimizer in optimizers for tensor, name in optimizer.names.items()}
     assert all(torch.equal(p, updated.get(name, p).to(p.dtype)) for name, p in held)
     held = [(name, updated.get(name, p)) for name, p in held]
-    return max(float((p - reference[name]).detach().abs().max()) for name, p in held)
+    return largest_error(float((p - reference[name]).detach().abs().max()) for name, p in held)
 
 
 def change_by(optimizer: Any, before: dict[Any, Tensor]) -> float:

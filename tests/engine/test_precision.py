@@ -27,7 +27,7 @@ from tests.parity import check as parity
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool
-from tests.unsplit import LEARNING_RATE, Split, gradient_error
+from tests.unsplit import LEARNING_RATE, Split, gradient_error, largest_error
 
 pytestmark = pytest.mark.local
 
@@ -117,7 +117,7 @@ def bf16(name: str, dp: int, options: dict[str, Any]) -> tuple[list[float], list
 def test_bf16_follows_one_process(pool: Pool, name: str, dp: int, world: int, options: dict[str, Any]) -> None:
     losses, expected = pool.run(bf16, world, name, dp, options, timeout=120)[0]
     assert expected[-1] < 0.9 * expected[0]
-    worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+    worst = largest_error((a - b) / b for a, b in zip(losses, expected, strict=True))
     print(name, options, worst)
     assert worst < 0.01, worst
 
@@ -171,7 +171,7 @@ def errors(name: str, options: dict[str, Any]) -> list[float]:
         reference.step()
     now = {name: p.detach() for name, p in reference.model.named_parameters()}
     apart = [(whole(p.detach()).to(now[name]) - now[name]).float() / now[name].norm() for name, p in split.held.items()]
-    return [*found, max(float(difference.norm()) for difference in apart)]
+    return [*found, largest_error(difference.norm() for difference in apart)]
 
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -197,7 +197,7 @@ def test_bf16_is_that_of_one_process_in_every_layout(pool: Pool, name: str, layo
     convolution made, once ended boost; what autocast had cast of a received value was summed in 16 bits."""
     world, options = layout
     for found in pool.run(errors, world, name, options):
-        assert max(found) < 1e-6, found
+        assert largest_error(found) < 1e-6, found
 
 
 def without_replicas(precision: str) -> None:
@@ -423,7 +423,7 @@ def scaled() -> float:
     reference = {name: p.grad for name, p in unsplit.named_parameters()}
     for name, parameter in split.held.items():
         assert (parameter.grad is None) == (reference[name] is None), name
-    return max(_error(p.grad, reference[name]) for name, p in split.held.items() if p.grad is not None)
+    return largest_error(_error(p.grad, reference[name]) for name, p in split.held.items() if p.grad is not None)
 
 
 def _error(gradient: Tensor, expected: Tensor | None) -> float:
@@ -442,7 +442,7 @@ def test_a_gradient_beyond_fp16_is_infinite() -> None:
 
 @pytest.mark.turns
 def test_gradients_of_fp16_are_those_of_the_loss(pool: Pool) -> None:
-    assert max(pool.run(scaled, 2)) < 0.05
+    assert largest_error(pool.run(scaled, 2)) < 0.05
 
 
 class Taught(torch.nn.Module):

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import pipeshard
 from pipeshard.errors import TraceError
 from tests.pool import Pool
-from tests.unsplit import relative_errors
+from tests.unsplit import largest_error, relative_errors
 
 pytestmark = pytest.mark.local
 
@@ -125,7 +125,7 @@ def trained(make: type[Tagger], kind: type[nn.Module]) -> float:
         errors += relative_errors(engine.model.unwrap(), unsplit, floor=1e-6)
         engine.optimizer.zero_grad()
         unsplit.zero_grad()
-    return max(errors)
+    return largest_error(errors)
 
 
 def packed() -> list[float]:

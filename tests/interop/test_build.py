@@ -36,7 +36,7 @@ from tests import zoo
 from tests.pool import Pool
 from tests.targets import MODELS as CUTS
 from tests.targets import batch as even
-from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences
+from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, largest_error
 
 INSIDE = {"gpt2": ["transformer.h.1.attn", "transformer.h.2.mlp.act"], "llama": ["model.layers.0.mlp", "model.norm"]}
 STEPS = 3
@@ -250,29 +250,29 @@ def accumulated(done: Sequence[str]) -> float:
             torch.optim.SGD(built.parameters()).zero_grad()
     expected = dict(whole.named_parameters(remove_duplicate=False))
     (stage,) = built.stages
-    return max(float((p.grad - expected[name].grad).abs().max()) for name, p in stage.submod.named_parameters())
+    return largest_error((p.grad - expected[name].grad).abs().max() for name, p in stage.submod.named_parameters())
 
 
 @pytest.mark.turns
 def test_gradients_of_ties_accumulate_over_steps(pool: Pool) -> None:
     """A user accumulated two batches per update with torch's schedule, and called sync_gradients after each. The second
     call summed the first batch's gradients of the tied weight again."""
-    assert max(pool.run(accumulated, 2, ["sync", "sync"])) < 1e-5
+    assert largest_error(pool.run(accumulated, 2, ["sync", "sync"])) < 1e-5
 
 
 @pytest.mark.turns
 def test_gradients_of_ties_are_summed_once_per_update(pool: Pool) -> None:
     """A user called sync_gradients once per update of several steps. Only the last step's gradients of the tied
     weight were summed, and the copies of the weight drifted apart."""
-    assert max(pool.run(accumulated, 2, ["", "sync", "", "sync"])) < 1e-5
-    assert max(pool.run(accumulated, 2, ["sync", "zero", "", "sync"])) < 1e-5
+    assert largest_error(pool.run(accumulated, 2, ["", "sync", "", "sync"])) < 1e-5
+    assert largest_error(pool.run(accumulated, 2, ["sync", "zero", "", "sync"])) < 1e-5
 
 
 @pytest.mark.turns
 def test_gradients_of_ties_are_summed_once_per_step(pool: Pool) -> None:
     """A user called sync_gradients after the step, and again before the update. The gradient of the tied weight
     doubled."""
-    assert max(pool.run(accumulated, 2, ["sync sync", "sync sync"])) < 1e-5
+    assert largest_error(pool.run(accumulated, 2, ["sync sync", "sync sync"])) < 1e-5
 
 
 def clipped() -> list[float]:
@@ -311,7 +311,7 @@ def clipped() -> list[float]:
 def test_torch_s_stages_are_clipped_by_the_norm_of_the_model(pool: Pool) -> None:
     """A user clipped built.parameters() with torch's clip_grad_norm_. Each stage was scaled by another factor, and the
     copies of a tied weight drifted apart."""
-    assert max(abs(error) for errors in pool.run(clipped, 2) for error in errors) < 1e-6
+    assert largest_error(error for errors in pool.run(clipped, 2) for error in errors) < 1e-6
 
 
 def of_other_sizes() -> list[str]:
@@ -613,7 +613,7 @@ def counted(kind: type[Counting], target: str | None) -> list[float]:
 def test_state_of_the_forward_is_changed_once_in_one_process(kind: type[Counting]) -> None:
     """A model counted its forwards. In one process with three stages, the count grew by three in each forward, and
     each stage computed with another count."""
-    assert max(map(abs, counted(kind, None))) < 1e-6
+    assert largest_error(counted(kind, None)) < 1e-6
 
 
 @pytest.mark.turns
@@ -622,7 +622,7 @@ def test_state_that_several_stages_of_a_process_would_change_is_refused() -> Non
     with pytest.raises(TraceError, match=r"the forward of Counting changes steps .* Move this code into a layer"):
         counted(Counting, "losses")
     for kind in (Storing, InALayer):
-        assert max(map(abs, counted(kind, "losses"))) < 1e-6
+        assert largest_error(counted(kind, "losses")) < 1e-6
 
 
 @pytest.mark.turns

@@ -117,7 +117,7 @@ def _gradients(model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
 
 def _distance(low: dict[str, Tensor], full: dict[str, Tensor]) -> float:
     floor = 1e-3 * max(float(g.norm()) for g in full.values())
-    return max(float((low[name] - g).norm()) / max(float(g.norm()), floor) for name, g in full.items())
+    return largest_error((low[name] - g).norm() / max(float(g.norm()), floor) for name, g in full.items())
 
 
 class Untrainable(Exception):
