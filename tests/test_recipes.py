@@ -173,6 +173,8 @@ def test_a_run_resumes(pool: Pool, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     checkpoint = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
     state = json.loads(checkpoint.read_text())
+    state["log_history"][0]["resumed"] = 1.0  # a run that begins anew has equal losses, but not this
+    checkpoint.write_text(json.dumps(state))
     pool.run(of_ranks, 2, "sft", arguments, timeout=120)
     found = logs(tmp_path / "out")
     assert losses(found) == pytest.approx(expected, rel=1e-5) and state["log_history"] == found[:2]

@@ -24,15 +24,35 @@ from pipeshard.errors import CheckpointError, UsageError
 from tests import zoo
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
-from tests.trainers import TASKS, differences, launched, run, run_pipeline, trainer, with_adapters
+from tests.trainers import TASKS, differences, launched, logs, run, run_pipeline, trainer, with_adapters
 
 STEPS = {"max_steps": 11, "save_strategy": "steps", "save_steps": 7, "per_device_train_batch_size": 2}
 
 
-def resumed(pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, Any], **others: Any) -> list[Any]:
-    return pool.run(
-        run_pipeline, ranks, name, str(folder), True, plugin=plugin, **{**STEPS, "save_strategy": "no", **others}
-    )[0]
+class Begins(TrainerCallback):
+    """Records the step at which training begins."""
+
+    at = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.at = state.global_step
+
+
+def going_on(name: str, folder: str, resume: Any = True, **others: Any) -> tuple[int, list[dict[str, float]]]:
+    """The step at which a run from a checkpoint begins, and its logs, which are those of a run from step 0, too."""
+    with launched():
+        made = trainer(name, folder, **others)
+        made.add_callback(begins := Begins())
+        made.train(resume_from_checkpoint=resume)
+        made.evaluate()
+        return begins.at, logs(made)
+
+
+def resumed(
+    pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, Any], **others: Any
+) -> tuple[int, list[dict[str, float]]]:
+    others = {**STEPS, "save_strategy": "no", **others}
+    return pool.run(going_on, ranks, name, str(folder), plugin=plugin, **others)[0]
 
 
 @pytest.mark.turns
@@ -45,10 +65,12 @@ def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, name: str) -
     torn = tmp_path / "split" / "checkpoint-11" / "trainer_state.json"
     torn.write_text(torn.read_text()[:-100])  # as a save that is killed leaves it
     for ranks, plugin in ((1, {"pp_size": 1}), (3, {"pp_size": 3})):
-        found = resumed(pool, name, tmp_path / "split", ranks, plugin, **options)
+        begins, found = resumed(pool, name, tmp_path / "split", ranks, plugin, **options)
+        assert begins == 7
         assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
     if name == "causal":
-        found = resumed(pool, name, tmp_path / "split", 4, {"pp_size": 2}, gradient_accumulation_steps=1)
+        begins, found = resumed(pool, name, tmp_path / "split", 4, {"pp_size": 2}, gradient_accumulation_steps=1)
+        assert begins == 7
         assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
 
 
@@ -91,7 +113,8 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(pool: Pool, tmp_path: P
         moment += pool.run(saving, 2, str(tmp_path / "counted"))[rank]
     with pytest.raises(WorkerError, match=f"rank {rank} died exit code -9"):
         pool.run(saving, 2, str(tmp_path / "killed"), rank, moment)
-    found = resumed(pool, "lora", tmp_path / "killed", 1, {"pp_size": 1}, max_steps=5)
+    begins, found = resumed(pool, "lora", tmp_path / "killed", 1, {"pp_size": 1}, max_steps=5)
+    assert begins in (2, 4)
     assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
 
 
@@ -175,7 +198,8 @@ def test_ranks_save_together_after_a_signal_on_one(pool: Pool, tmp_path: Path, p
     options = {"gradient_accumulation_steps": 2}
     expected = run("causal", tmp_path / "whole", **STEPS | options)
     assert pool.run(preempted, pp_size, str(tmp_path / "cut"), pp_size) == [["checkpoint-4"]] * pp_size
-    found = resumed(pool, "causal", tmp_path / "cut", pp_size, {"pp_size": pp_size}, **options)
+    begins, found = resumed(pool, "causal", tmp_path / "cut", pp_size, {"pp_size": pp_size}, **options)
+    assert begins == 4
     assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
 
 
@@ -218,13 +242,6 @@ def test_ranks_save_a_model_to_the_folder_of_the_first_rank(pool: Pool, tmp_path
     assert len(list((tmp_path / "at-0").glob("model-*.safetensors"))) == 2 and not list(
         (tmp_path / "at-1").glob("*.s*")
     )
-
-
-class Begins(TrainerCallback):
-    at = -1
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.at = state.global_step
 
 
 def flipped(file: Path) -> None:
@@ -290,10 +307,9 @@ def test_what_is_pushed_to_the_hub_is_read_from_there(pool: Pool, tmp_path: Path
         state = AutoModelForCausalLM.from_pretrained(which).state_dict()
         assert (which / "training_args.bin").is_file() and all(value.isfinite().all() for value in state.values())
     assert (repository / "README.md").is_file()
-    (again,) = pool.run(
-        run_pipeline, 1, "causal", str(tmp_path), str(repository / "checkpoint-1"), plugin={"pp_size": 1}
-    )
-    assert len(again) == 10  # the step before, 7 more, a summary, an evaluation
+    checkpoint = str(repository / "checkpoint-1")
+    ((begins, again),) = pool.run(going_on, 1, "causal", str(tmp_path), checkpoint, plugin={"pp_size": 1})
+    assert begins == 1 and len(again) == 10  # the step before, 7 more, a summary, an evaluation
 
 
 def adapted_by_transformers(folder: Path) -> list[str]:
