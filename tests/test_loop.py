@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import pipeshard
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.optimizer_trial import SPARED, gap, own_methods
-from pipeshard.engine.step_guard import GUARD
 from pipeshard.entry import Engine
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
@@ -119,14 +118,6 @@ def test_an_optimizer_that_was_not_boosted_is_refused_in_its_first_step(pool: Po
     for function in (foreign_steps, boosted_later, unconcerned):
         for world in (1, 2):
             pool.run(function, world, timeout=120)
-
-
-def test_without_a_boosted_model_no_optimizer_is_watched() -> None:
-    """The hook is global, so it has to be gone when nothing needs it."""
-    import gc
-
-    gc.collect()
-    assert GUARD._handle is None
 
 
 def unfreezes(precision: str, options: dict[str, Any], adds: bool) -> list[str]:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from pipeshard.engine import norm_guard
+from pipeshard.engine import norm_guard, step_guard
 from pipeshard.errors import UsageError
+from pipeshard.private import global_step_pre_hooks
 from pipeshard.split.materialize import is_released
 from tests.hunt.loops import Sides
 from tests.hunt.nets import Net
@@ -716,15 +717,24 @@ def test_a_step_that_calls_that_of_its_class_is_one_update(pool: Pool) -> None:
     assert pool.run(steps_inside, 2, timeout=60) == [(3, []), (3, [])]
 
 
-def test_torchs_functions_are_its_own_without_a_boosted_model() -> None:
-    """The guard stands inside of torch's functions, so it has to be gone when nothing needs it."""
-    import gc
+def guards() -> list[bool]:
+    return [norm_guard.GUARD.is_installed, step_guard.GUARD.is_installed, bool(global_step_pre_hooks)]
 
+
+def guards_with_and_after_a_model() -> tuple[list[bool], list[bool], float]:
+    """Whether the guards are there, and the norm that torch's function finds of what it can read only once."""
+    sides = Sides({}, sgd, verify=False)
+    installed = guards()
+    del sides
     gc.collect()
-    assert not norm_guard.GUARD.is_installed
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
-    assert float(clip_grad_norm_((p for p in [parameter]), 1.0)) == 2.0
+    return installed, guards(), float(clip_grad_norm_((p for p in [parameter]), 1.0))
+
+
+def test_torchs_functions_are_its_own_after_a_model(pool: Pool) -> None:
+    """The guards stand inside of torch's functions, so they have to be gone when nothing needs them."""
+    assert pool.run(guards_with_and_after_a_model, 1) == [([True] * 3, [False] * 3, 2.0)]
 
 
 def renewed() -> None:
