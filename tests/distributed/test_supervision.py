@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import multiprocessing
@@ -195,6 +196,23 @@ def step(split: Split) -> None:
     split.step()
 
 
+def exit_of_a_child(program: Callable[[], object]) -> int:
+    """The exit code of a forked child that runs a program and ends as an interpreter does, with all hooks: 7."""
+    if (pid := os.fork()) == 0:
+        try:
+            with mock.patch("sys.stderr", io.StringIO()):
+                try:
+                    program()
+                except (SystemExit, ArithmeticError) as error:
+                    if not isinstance(error, SystemExit):
+                        sys.excepthook(type(error), error, error.__traceback__)
+                atexit._run_exitfuncs()
+            os._exit(7)
+        finally:
+            os._exit(8)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def train_with_children() -> list[Any]:
     """A step, what users' code does with children, and a step."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -209,15 +227,9 @@ def train_with_children() -> list[Any]:
     with context.Pool(2) as pool:
         squares = pool.map(abs, [-1, -2])
     exits = []
-    for end in (lambda: sys.exit(0), lambda: 1 / 0):
-        if (pid := os.fork()) == 0:
-            try:
-                with mock.patch("sys.stderr", io.StringIO()):
-                    end()
-            finally:
-                os._exit(7)
-        exits.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    time.sleep(1.0)  # the others would have heard of it
+    if dist.get_rank() == 1:  # the other rank waits in its step, where it would hear of it
+        exits = [exit_of_a_child(end) for end in (lambda: None, lambda: sys.exit(0), lambda: 1 / 0)]
+        time.sleep(1.0)
     step(split)
     return [asleep.exitcode, squares, exits]
 
@@ -225,8 +237,8 @@ def train_with_children() -> list[Any]:
 @pytest.mark.turns
 def test_children_of_a_rank_leave_the_job_alone(pool: Pool) -> None:
     # Process.terminate, Pool and a forked child that raised ended a healthy job: they had inherited handlers and hooks.
-    for found in pool.run(train_with_children, 2, timeout=90):
-        assert found == [-signal.SIGTERM, [1, 2], [7, 7]]
+    for found, exits in zip(pool.run(train_with_children, 2, timeout=90), ([], [7, 7, 7]), strict=True):
+        assert found == [-signal.SIGTERM, [1, 2], exits]
 
 
 def hooks_in_a_child() -> tuple[int, int]:
