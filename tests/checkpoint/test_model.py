@@ -680,8 +680,16 @@ def test_strict_means_strict(pool: Pool, tmp_path: Path) -> None:
         assert "model.layers.0.input_layernorm.weight is missing" in message and "extra is unexpected" in message
     for message in pool.run_expecting(CheckpointError, loading, 2, "llama", str(tmp_path), False):
         assert "has shape (5, 32)" in message and "missing" not in message
-    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), "extra": torch.zeros(1)})  # type: ignore[operator]
-    pool.run(loading, 2, "llama", str(tmp_path), False)
+    state = {**model.state_dict(), "extra": torch.zeros(1)}
+    kept = [f"model.layers.{k}.mlp.up_proj.weight" for k in (0, 3)]
+    for key in kept:
+        del state[key]
+    model.save_pretrained(tmp_path / "shards", state_dict=state, max_shard_size="20KB")  # type: ignore[operator]
+    initial = zoo.build("llama", seed=1).state_dict()
+    expected = model.state_dict() | {key: initial[key] for key in kept}
+    index = tmp_path / "shards/model.safetensors.index.json"
+    for key, held in zip(kept, pool.run(loading, 2, "llama", str(index), False), strict=True):
+        assert key in held and all(torch.equal(value, expected[name]) for name, value in held.items())
 
 
 @pytest.mark.turns
@@ -1139,7 +1147,7 @@ def one_file(folder: str, name: str) -> dict[str, Tensor]:
 @pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["x.pt", "pytorch_model.bin", "x.safetensors", "x"])
+@pytest.mark.parametrize("name", ["x.pt", "x.pth", "pytorch_model.bin", "x.safetensors", "x"])
 def test_one_file_is_what_its_name_says(pool: Pool, tmp_path: Path, name: str) -> None:
     """`save_model(model, "x.pt")` wrote safetensors under that name, which neither torch.load nor load_model read."""
     pool.run(one_file, 2, str(tmp_path), name)
