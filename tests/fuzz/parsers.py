@@ -1,5 +1,7 @@
 """Parsers: the functions that read untrusted files, with valid inputs, and properties that hold for every result."""
 
+import contextlib
+import hashlib
 import io
 import json
 import tempfile
@@ -8,6 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,9 +20,10 @@ from safetensors.torch import save, save_file
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
+from pipeshard.checkpoint import state_folder
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.safetensors_files import INDICES, WEIGHTS, Source, check_shards, joined_file, read_shards
-from pipeshard.checkpoint.state_folder import MANIFEST, flaw
+from pipeshard.checkpoint.state_folder import MANIFEST, damage, flaw, sum_of
 from pipeshard.checkpoint.untrusted import folder_config, generation_config_of, has_content, load_plain
 from pipeshard.errors import CheckpointError
 from pipeshard.hf import ADAPTER_CONFIG
@@ -103,19 +109,33 @@ def _prepare_manifest(folder: Path) -> None:
 
 
 FILES = {"training.pt": 100, "model/config.json": 20, "model/model.safetensors": 3000, "empty": 0}
+SUMS = {name: hashlib.sha256(b"x" * size).hexdigest() for name, size in FILES.items()}
 
 
 def _parse_manifest(file: Path) -> None:
-    """What is complete has a manifest that names files of its folder alone, with the sizes that they have."""
-    if why := flaw(file.parent):
+    """What is complete has a manifest that names files of its folder alone, with their sizes and checksums, if any."""
+    if why := flaw(file.parent) or _damage(file.parent):
         raise CheckpointError(why)
-    for name, size in json.loads(file.read_bytes())["files"].items():
-        assert not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
-        assert type(size) is int and (file.parent / name).stat().st_size == size
+    manifest = json.loads(file.read_bytes())
+    for name, size in manifest["files"].items():
+        path, parts = file.parent / name, PurePosixPath(name).parts
+        assert not PurePosixPath(name).is_absolute() and ".." not in parts
+        assert type(size) is int and path.stat().st_size == size
+        assert manifest.get("sha256", {}).get(name, own := sum_of(path)) == own
 
 
-def _manifest(files: dict[str, int]) -> Seed:
-    return Seed(json.dumps({"format": 1, "step": 3, "stages": 2, "versions": {"torch": "2"}, "files": files}))
+def _damage(folder: Path) -> str:
+    """`damage` on the one rank of a group without a backend."""
+    alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    with (
+        mock.patch.object(state_folder, "together", contextlib.nullcontext),
+        mock.patch.object(state_folder, "gather_objects", lambda value, group: [value]),
+    ):
+        return damage(folder, alone)
+
+
+def _manifest(files: dict[str, int], **more: Any) -> Seed:
+    return Seed(json.dumps({"format": 1, "step": 3, "stages": 2, "versions": {"torch": "2"}, "files": files, **more}))
 
 
 WHOLE = {
@@ -158,7 +178,10 @@ DTYPES = (
 )
 KEYS = ('"dtype"', '"shape"', '"data_offsets"', '"__metadata__"', '{"format":"pt"}', "[0,0]", "[0,24]", "[0,4]", "[4]")
 MAPPED = ('"a.0"', '"weight_map"', '"a.safetensors"', '"b.safetensors"', '["a.safetensors"]', '{"a.0":"a.safetensors"}')
-LISTED = ('"files"', '"format"', '"training.pt"', "100", '{"training.pt":100}', '["training.pt"]', '"model"', '"empty"')
+LISTED = (
+    *('"files"', '"format"', '"training.pt"', "100", '{"training.pt":100}', '["training.pt"]', '"model"', '"empty"'),
+    '"sha256"',
+)
 TOLD = ('"DCP_SHARDING_INFO"', '"{}"', '"[[0]]"', r'"{\"state.w.step\":1}"', r'"{\"state.w.exp_avg\":{}}"', '"[[[[[[["')
 
 
@@ -308,7 +331,7 @@ PARSERS = (
     Parser(
         "manifests",
         MANIFEST,
-        (_manifest(FILES), _manifest({"training.pt": 100})),
+        (_manifest(FILES, sha256=SUMS), _manifest({"training.pt": 100})),
         NAMES + LISTED,
         _prepare_manifest,
         _parse_manifest,
