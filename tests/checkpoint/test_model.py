@@ -959,14 +959,17 @@ def test_a_failure_in_the_background_is_told(pool: Pool, tmp_path: Path, failing
 
 
 LAST_SAVE = """
-import sys
+import sys, time
 from pathlib import Path
 from pipeshard.checkpoint.files import Save
 
 class Full(Save):
     def write(self):
-        raise OSError("no space left")
-    def commit(self): ...
+        time.sleep(0.5)
+        if sys.argv[2] != "written":
+            raise OSError("no space left")
+    def commit(self):
+        (self.target / "whole").touch()
     def abandon(self): ...
     def beside(self, name):
         return self.target / name
@@ -979,11 +982,12 @@ if sys.argv[2] == "raised":
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize(("told", "status"), [("", 1), ("raised", 0)])
-def test_a_script_whose_last_save_fails_in_the_background_has_failed(tmp_path: Path, told: str, status: int) -> None:
+@pytest.mark.parametrize(("how", "status"), [("", 1), ("raised", 0), ("written", 0)])
+def test_a_script_waits_for_its_last_save_and_fails_with_it(tmp_path: Path, how: str, status: int) -> None:
     """The job's last checkpoint was missing, but its exit code was 0: the next job of a chain started without it."""
-    ended = subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path, told], capture_output=True, text=True)
-    assert "no space left" in ended.stderr and ended.returncode == status, ended.stderr
+    ended = subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path, how], capture_output=True, text=True)
+    assert ended.returncode == status, ended.stderr
+    assert ("no space left" in ended.stderr) != (tmp_path / "whole").exists() == (how == "written"), ended.stderr
 
 
 @dataclass
