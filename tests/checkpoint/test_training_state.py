@@ -760,11 +760,20 @@ def test_a_folder_is_locked_without_a_file_in_it(tmp_path: Path, monkeypatch: py
     assert [path.name for path in (tmp_path / "nfs").iterdir()] == [".writer"]
 
 
-def saving_at(folder: Path, seed: int, at: float) -> tuple[str, list[dict[str, torch.Tensor]]]:
-    """Save three states from this time on, of which two are kept; what kept this job out, and what it has saved."""
+def met(folder: Path, moment: str, job: int) -> None:
+    """Wait, by files beside the folder, until both ranks of both jobs are there."""
+    folder.with_name(f"{folder.name} {moment} {job} {dist.get_rank()}").touch()
+    while len([*folder.parent.glob(f"{folder.name} {moment} *")]) < 4:
+        time.sleep(0.001)
+
+
+def saving_beside(folder: Path, seed: int, late: float) -> tuple[str, list[dict[str, torch.Tensor]]]:
+    """Save three states, of which two are kept, while another job does; what kept this job out, and what it has
+    saved."""
     training, saved = Training("llama", seed), []
     training.run(1)
-    time.sleep(max(0.0, at - time.time()))
+    met(folder, "boosted", seed)
+    time.sleep(late)
     refused = ""
     try:
         for step in (1, 2, 3):
@@ -773,7 +782,7 @@ def saving_at(folder: Path, seed: int, at: float) -> tuple[str, list[dict[str, t
             training.run(1)
     except CheckpointError as error:
         refused = str(error)
-    time.sleep(max(0.0, at + 2 - time.time()))  # the other one is not to find the folder free
+    met(folder, "through", seed)  # the other one is not to find the folder free
     return refused, saved
 
 
@@ -790,13 +799,11 @@ def test_of_two_jobs_that_begin_together_one_saves_and_loses_nothing(pool: Pool,
     draw, other = random.Random(0), Pool()
     try:
         for k in range(rounds):
-            folder, at = tmp_path / str(k), time.time() + 3.0
-            folder.mkdir()
+            (folder := tmp_path / str(k)).mkdir()
             late = draw.choice([0.0, 0.001, 0.01, 0.03, 0.1])
             with ThreadPoolExecutor(2) as both:
                 jobs = [
-                    both.submit(each.run, saving_at, 2, folder, s, at + late * s)
-                    for s, each in enumerate((pool, other))
+                    both.submit(each.run, saving_beside, 2, folder, s, late * s) for s, each in enumerate((pool, other))
                 ]
                 ranks = [job.result() for job in jobs]
             (winner,) = (each for each in ranks if not each[0][0])
