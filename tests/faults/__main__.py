@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that has started thre
 from rich.console import Console
 
 from pipeshard.checkpoint.state_folder import LOCK
+from tests.covering import SEED
 from tests.faults import job
 from tests.faults.job import SIZE
 from tests.faults.mechanisms import MECHANISMS, RELIES
@@ -82,8 +83,9 @@ def chosen(arguments: argparse.Namespace) -> list[tuple[Case, str | None]]:
     cases = [case for case in all_cases() if all(part in str(case) for part in arguments.only)]
     if arguments.sample:  # of some kinds one, on all stages and at all moments in turn
         kinds = [[case for case in cases if case.kind == kind] for kind in KINDS]
-        cases = [of_kind[(7 * k + 4) % len(of_kind)] for k, of_kind in enumerate(kinds) if of_kind]
-        cases = spread(cases, arguments.sample)
+        cases = [of_kind[(7 * k + SEED) % len(of_kind)] for k, of_kind in enumerate(kinds) if of_kind]
+        first = SEED % max(1, len(cases))
+        cases = spread(cases[first:] + cases[:first], arguments.sample)
     if not arguments.disable:
         return [(case, None) for case in cases]
     return [
