@@ -280,7 +280,7 @@ def gap_to(alone: nn.Module, model: nn.Module, *optimizers: Any) -> float:
 def change_by(optimizer: Any, before: dict[Any, Tensor]) -> float:
     """The largest change of a parameter of this optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return max(float((p - before[p]).abs().max()) for p in parameters)
+    return largest_error(float((p - before[p]).abs().max()) for p in parameters)
 
 
 def trained(kind: str, options: dict[str, Any]) -> tuple[float, float]:
