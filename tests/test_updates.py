@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -717,19 +718,32 @@ def test_a_step_that_calls_that_of_its_class_is_one_update(pool: Pool) -> None:
     assert pool.run(steps_inside, 2, timeout=60) == [(3, []), (3, [])]
 
 
+@contextmanager
+def without_other_models() -> Iterator[None]:
+    """The guards forget the models that earlier tests of this process have left."""
+    left = [(guard, list(guard._models)) for guard in (norm_guard.GUARD, step_guard.GUARD)]
+    for guard, _ in left:
+        guard._models.clear()
+    yield
+    for guard, models in left:
+        for model in models:
+            guard.watch(model)
+
+
 def guards() -> list[bool]:
     return [norm_guard.GUARD.is_installed, step_guard.GUARD.is_installed, bool(global_step_pre_hooks)]
 
 
 def guards_with_and_after_a_model() -> tuple[list[bool], list[bool], float]:
     """Whether the guards are there, and the norm that torch's function finds of what it can read only once."""
-    sides = Sides({}, sgd, verify=False)
-    installed = guards()
-    del sides
-    gc.collect()
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
-    return installed, guards(), float(clip_grad_norm_((p for p in [parameter]), 1.0))
+    with without_other_models():
+        sides = Sides({}, sgd, verify=False)
+        installed = guards()
+        del sides
+        gc.collect()
+        return installed, guards(), float(clip_grad_norm_((p for p in [parameter]), 1.0))
 
 
 def test_torchs_functions_are_its_own_after_a_model(pool: Pool) -> None:
