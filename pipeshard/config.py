@@ -141,9 +141,9 @@ class PipelineConfig:
             model.
         timeout: the seconds that one action of a step, or one wait for another rank, may take (three times as long
             outside a step), or None for no limit. After this time, all ranks abort with a table of each rank's current
-            activity. "adaptive" is 20 times the longest action so far, but at least 30 seconds, and 600 seconds until a
-            step has ended. A dict sets separate values for a "step", for any "other" call (a save, a load, a boost),
-            and for the script's own waits "between" two calls.
+            activity. "adaptive" is 20 times the longest action so far, but at least 30 seconds, or 600 seconds until
+            `optimizer.step()` has completed once. A dict sets separate values for a "step", for any "other" call (a
+            save, a load, a boost), and for the script's own waits "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
             faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures
             then appear as the backend's errors.

@@ -1,6 +1,5 @@
 """PipelinePlugin: pipeline parallelism for `pipeshard.initialize` and for ColossalAI's Booster."""
 
-import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -354,12 +353,12 @@ class PipelinePlugin:
 
         The DataLoader tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves
         this position. `options` are DataLoader's own arguments (drop_last, num_workers, collate_fn, batch_sampler,
-        ...), and may be combined as in DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1 and,
-        if it takes one, `seed`, and pipeshard divides the sampler's order among the replicas.
+        ...), and may be combined as in DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1, and
+        pipeshard divides the sampler's order among the replicas. As in ColossalAI, torch's DistributedSampler shuffles
+        with its own default seed instead of `seed`: pass a functools.partial with another one.
         """
         if distributed_sampler_cls is not None:
-            seeded = {"seed": seed} if "seed" in inspect.signature(distributed_sampler_cls).parameters else {}
-            options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle, **seeded)
+            options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
             shuffle = False
         replica = dist.get_rank() * self.dp_size // dist.get_world_size()  # replicas are a grid's outermost axis
         return ResumableDataLoader(

@@ -34,7 +34,7 @@ class Progress:
         waits: the global ranks that this process waits for; () while it computes.
         since: when `call`, `action` or `waits` last changed, in seconds of `time.monotonic`.
         longest: the longest time between two changes within a step so far, in seconds.
-        has_stepped: whether a step has ended.
+        has_stepped: whether an optimizer's step has ended: its training step may compile, or allocate states.
         in_flight: whether messages are in flight that will not be received if the step ends here.
         history: the last actions and calls, each with its start time.
     """
@@ -93,7 +93,7 @@ class Progress:
         self.history.append((self.since, call))
 
     def leave(self) -> None:
-        self.has_stepped |= self.call in STEPS
+        self.has_stepped |= self.call == STEPS[-1]
         self.call, self.action, self.waits, self.since, self.in_flight = "", None, (), time.monotonic(), False
 
     @property
@@ -150,7 +150,7 @@ def allowed(timeout: Timeout) -> float:
     if isinstance(timeout, Mapping):
         factor, limit = 1, timeout.get(kind, factor * 600.0)
     if limit == "adaptive":
-        limit = max(30.0, 20 * NOW.longest) if NOW.has_stepped else 600.0
+        limit = max(30.0 if NOW.has_stepped else 600.0, 20 * NOW.longest)
     return factor * limit if isinstance(limit, int | float) else float("inf")
 
 

@@ -67,9 +67,9 @@ class Watch:
 
     Args:
         timeout: seconds after which an action of a step, or a wait, is considered stalled, or None for no limit.
-            "adaptive": 20 times the longest action so far, but at least 30 seconds, and 600 seconds until a step has
-            completed. A mapping has separate limits for actions of a "step", for "other" calls (a save, a load, a
-            boost), and for waits of the user's own code "between" calls.
+            "adaptive": 20 times the longest action so far, but at least 30 seconds, or 600 seconds until
+            `optimizer.step()` has completed once. A mapping has separate limits for actions of a "step", for "other"
+            calls (a save, a load, a boost), and for waits of the user's own code "between" calls.
         named: returns the name of a rank in errors, such as `rank 2 (stage 2)`.
         well: the number of the last call that succeeded before the watch started, or -1 if there is none.
         monitor: receives the heartbeats of this process.

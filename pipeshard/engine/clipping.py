@@ -245,10 +245,11 @@ class ModelGradients:
         self._stepped.add(optimizer)
         return not self.overflow
 
-    def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Unscale the gradients and clip their norm to `max_norm`, as torch.nn.utils.clip_grad_norm_ does. Returns the
         norm before clipping. Call it on all ranks."""
-        self.norm, self.norm_type = self.total(norm_type), float(norm_type)
+        order = order_of(norm_type)
+        self.norm, self.norm_type = self.total(order), order
         self._rescale(1.0)
         if error_if_nonfinite and not torch.isfinite(self.norm):
             raise ConfigurationError(
@@ -261,10 +262,8 @@ class ModelGradients:
 
     def total(self, norm_type: float) -> Tensor:
         """The norm of the unscaled gradients of the full model, the same on every rank. Call it on all ranks."""
-        if not (order := float(norm_type)) > 0:
-            raise ConfigurationError(f"norm_type must be a positive number or 'inf', got {norm_type!r}")
         self._settle()
-        return grad_norm(self._counted(), self.grid.world, order) / self._factor
+        return grad_norm(self._counted(), self.grid.world, norm_type) / self._factor
 
     def _counted(self) -> dict[nn.Parameter, int]:
         """The parameters whose gradients this rank contributes to the norm, with the number of ranks that contribute
@@ -310,6 +309,13 @@ class ModelGradients:
                 "optimizer, or pass max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all "
                 "gradients"
             )
+
+
+def order_of(norm_type: float | str) -> float:
+    """The order of a norm. Raises ConfigurationError unless it is positive or "inf"."""
+    if not (order := float(norm_type)) > 0:
+        raise ConfigurationError(f"norm_type must be a positive number or 'inf', got {norm_type!r}")
+    return order
 
 
 def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from pipeshard.distributed.collectives import gather_objects, local, local_grad, together_in
 from pipeshard.distributed.watching import calling
-from pipeshard.engine.clipping import ModelGradients
+from pipeshard.engine.clipping import ModelGradients, order_of
 from pipeshard.engine.copies import WeightCopies
 from pipeshard.engine.groups import UNCOMPARED, keep, move_overrides
 from pipeshard.engine.mixed_precision import MasterWeight
@@ -457,7 +457,7 @@ class PipelineOptimizer(Optimizer):
 
     @together_in("optimizer.clip_grad_by_norm")
     def clip_grad_by_norm(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Clip the gradients by their norm over the whole model, and return that norm. Call it on every rank."""
         with self.gradients.coupling.paused():
@@ -478,15 +478,16 @@ class PipelineOptimizer(Optimizer):
                     gradient.clamp_(-clip_value, clip_value)
             self.gradients.added()
 
-    def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
+    def get_grad_norm(self, norm_type: float | str = 2.0, **kwargs: Any) -> float:
         """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
         clipping. If neither has computed this norm, compute the norm of the current gradients; in this case, every rank
         must call this method."""
-        if self.gradients.norm is not None and self.gradients.norm_type == norm_type:
+        order = order_of(norm_type)
+        if self.gradients.norm is not None and self.gradients.norm_type == order:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
             self.gradients.complete()
-            return float(self.gradients.total(norm_type))
+            return float(self.gradients.total(order))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a loss that `model(...)` returned. Raises UsageError if the model is split

@@ -92,7 +92,7 @@ class LocalPipeline:
     ) -> None:
         self.replicas, self.num_stages = replicas, config.pp_size
         self.world = LocalWorld(replicas * config.pp_size, note, lambda: Draws.from_here(device))
-        self._traced: tuple[Batch, Dataflow] | None = None
+        self._traced: tuple[Batch, Dataflow] | None = None  # of the first copy, if it fits all copies
         own = [make() for _ in range(self.world.size)]
         proven = as_proven(config, replicas)
 
@@ -106,9 +106,11 @@ class LocalPipeline:
     def _trace(self, *of_copy: Any) -> tuple[Batch, Dataflow]:
         """Trace a copy of the model. The trace of the first copy is used for all copies, if it fits them: a trace takes
         longer than all other preparations of a rank."""
-        if self._traced is None or not _fits_all_copies(self._traced[1]):
-            self._traced = traced(*of_copy)
-        return self._traced
+        if self._traced is not None:
+            return self._traced
+        sample, flow = traced(*of_copy)
+        self._traced = (sample, flow) if _fits_all_copies(flow) else None
+        return sample, flow
 
     def _run(self, work: Callable[[int], T]) -> list[T]:
         """Run `work` on all ranks. Raises Different for a deadlock, or a message of an unexpected size."""
@@ -213,13 +215,15 @@ def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
 
 
 def _fits_all_copies(flow: Dataflow) -> bool:
-    """Whether the Dataflow of one copy of a model refers to no object of this copy, as a constant or in a path."""
+    """Whether the Dataflow of one copy of a model refers to no object or tensor of this copy."""
     leaves = [leaf for call in flow.calls for leaf in call.leaves]
     paths = [part.source.place for call in flow.calls for part in call.parts]
     paths += [leaf.path for leaf in leaves if isinstance(leaf, Known)]
     paths += [*(place.path for place in flow.carried), *(place.place for place in flow.observed), *flow.passing]
     keys = [step.key for path in paths for step in path]
-    return all(isinstance(value, (Count, *OF_ANY_COPY)) for value in (*leaves, *keys))
+    constants = [leaf for question in flow.questions for step in question.steps or () for leaf in step.leaves]
+    is_free = all(isinstance(value, (Count, *OF_ANY_COPY)) for value in (*leaves, *keys))
+    return is_free and not any(isinstance(constant, Tensor) for constant in constants)
 
 
 def stepped(optimizer: Any) -> None:
