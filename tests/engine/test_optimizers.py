@@ -73,6 +73,7 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
             assert optimizer.get_grad_norm(order) == pytest.approx(expected, rel=1e-5), order
         nn.utils.clip_grad_norm_(alone.parameters(), 0.1, float("inf"))
         optimizer.clip_grad_by_norm(0.1, "inf")
+        assert optimizer.get_grad_norm("inf") == pytest.approx(expected, rel=1e-5)  # before clipping
         for each in (optimizers[0], optimizer, *schedules):
             each.step()
         for each in (optimizers[0], optimizer):
