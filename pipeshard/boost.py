@@ -182,14 +182,16 @@ def _warn_of_16_bits(model: nn.Module) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     short = [p for p in trained if p.dtype in (torch.float16, torch.bfloat16)]
     if short:
+        dtypes = {p.dtype for p in short}
         logger.warning(
-            "%d of the %d trained parameters are %s, without fp32 master weights: an update smaller than about 1/%d of "
-            "a parameter's value rounds to zero. Pass PipelinePlugin(precision='bf16'), which keeps fp32 master "
-            "weights, or load the model in fp32 (from_pretrained(..., dtype=torch.float32))",
+            "trained parameters have the dtype %s (%d of %d), without fp32 master weights: an update smaller than "
+            "about 1/%d of a parameter's value rounds to zero. Pass PipelinePlugin(precision='bf16') without "
+            "autocast=True, which keeps fp32 master weights, or load the model in fp32 (from_pretrained(..., "
+            "dtype=torch.float32))",
+            " or ".join(sorted(map(str, dtypes))),
             len(short),
             len(trained),
-            short[0].dtype,
-            round(2 / torch.finfo(short[0].dtype).eps),
+            round(2 / max(torch.finfo(dtype).eps for dtype in dtypes)),
         )
 
 
@@ -205,14 +207,15 @@ def _warn_of_uneven(policy: Policy) -> None:
         remedy = f"Pass PipelinePlugin(partition='parameters'), which reduces the largest share to {even:.0%}"
     elif several:
         remedy = (
-            f"{len(several)} parameters (first: {next(iter(several))}) are held by several stages, because their "
-            "modules are called on several stages. Fewer stages and more data-parallel replicas (dp_size) need "
-            "hardly more memory and take less time"
+            f"Several stages hold the same parameters ({len(several)}, the first is {next(iter(several))}), because "
+            "they are used on several stages. Fewer stages and more data-parallel replicas (dp_size) need hardly more "
+            "memory and take less time"
         )
     elif policy.flow.cut_points:
         remedy = "The model can be split only at its CutPoints: add some inside its largest part, or use fewer stages"
     else:
-        remedy = "A single unit is this large: mark cuts inside the unit with pipeshard.CutPoint, or use fewer stages"
+        remedy = "Other cuts between its units are hardly better: mark cuts inside its largest unit with "
+        remedy += "pipeshard.CutPoint, or use fewer stages"
     logger.warning(
         "stage %d holds %.0f %% of the parameters of %s, so %d stages hardly save memory. %s",
         shares.index(max(shares)),

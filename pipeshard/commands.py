@@ -41,7 +41,8 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     shapes = ", ".join(f"{path} {'×'.join(map(str, shape))}" for path, shape in plan.microbatch.items())
     devices = plan.devices
     limit = f", {devices.limits} for each rank" if devices.memory and not devices.are_unequal else ""
-    yield Text(f"{plan.model}, {_count(plan.parameters)} parameters, on {plan.pp_size} ranks", style="bold")
+    ranks = f"{plan.pp_size} rank{'s' * (plan.pp_size > 1)}"
+    yield Text(f"{plan.model}, {_count(plan.parameters)} parameters, on {ranks}", style="bold")
     m = plan.num_microbatches
     yield Text(f"{m} microbatch{'es' * (m > 1)} of {shapes}")
     yield Text(f"{plan.training}, partition {plan.partition}{limit}")
@@ -64,7 +65,8 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
         found = plan.in_slices()
         yield Text()
         yield _slices(plan, found)
-        lead = f"{min(found, key=lambda one: one.time).n} slices take the least time. Without slices, "
+        best = min(found, key=lambda one: one.time).n
+        lead = f"{best} slices take the least time. Without slices, " if best > 1 else "Slices take no less time. "
     yield Text(f"\n{lead}{plan.reason}", style="bold", justify="left", overflow="fold")
     if devices.are_unequal:
         yield Text(f"Pass partition={plan.cuts} to PipelinePlugin.")

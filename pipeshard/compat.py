@@ -70,8 +70,8 @@ class PipelineStageManager:
         self.prev_rank, self.next_rank = ranks[self.stage - 1], ranks[(self.stage + 1) % len(ranks)]
         if num_layers_per_stage is not None and len(num_layers_per_stage) != len(ranks) * num_model_chunks:
             raise ConfigurationError(
-                f"{num_layers_per_stage=} has {len(num_layers_per_stage)} entries: pass "
-                f"{len(ranks) * num_model_chunks} numbers, one per virtual stage"
+                f"{num_layers_per_stage=} must have one number per virtual stage, {len(ranks) * num_model_chunks} in "
+                f"all, got {len(num_layers_per_stage)}"
             )
         self.is_interleave, self.use_zbv, self.num_model_chunks = enable_interleave, use_zbv, num_model_chunks
         self.num_layers_per_stage = num_layers_per_stage
@@ -187,7 +187,7 @@ class PipelineStageManager:
 
 
 logger = logging.getLogger("pipeshard")
-# Arguments that only affect speed: if they are ignored, results are the same or more exact.
+# Arguments for speed: if they are ignored, results are the same or more exact.
 SPEED = {
     "broadcast_buffers": True,
     "check_reduction": False,
@@ -281,7 +281,8 @@ def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collectio
             raise ConfigurationError(f"{name}={value!r} is a ColossalAI argument that is not supported: {instead}")
         idle.append(f"{name}={value!r}")
     if idle and warns:
-        logger.warning("ignoring %s: these ColossalAI options only affect speed, not results", ", ".join(idle))
+        given = ", ".join(idle)
+        logger.warning("ignoring ColossalAI options for speed; results are at least as exact without them: %s", given)
     return style
 
 

@@ -327,8 +327,8 @@ class PipelineConfig:
         hints = PipelineHints.of(model)
         if hints.num_stages not in (None, self.num_stages):
             raise ConfigurationError(
-                f"the model was built for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
-                f"{self.num_model_chunks} chunks per rank gives {self.num_stages} stages: use the same number "
+                f"the model was built for num_stages={hints.num_stages}, but pp_size={self.pp_size} and "
+                f"num_model_chunks={self.num_model_chunks} result in num_stages={self.num_stages}: use the same number "
                 "of stages, or build the model without num_stages"
             )
         given = any(self.recomputed.ratios) or self.recomputed.interval > 0
@@ -349,7 +349,7 @@ class PipelineConfig:
             object.__setattr__(self, name, value)
 
     def _check_sizes(self) -> None:
-        parts = {"pp_size": "stages", "dp_size": "replicas", "tp_size": "tensor-parallel ranks per stage"}
+        parts = {"pp_size": "ranks in a pipeline", "dp_size": "replicas", "tp_size": "tensor-parallel ranks per stage"}
         parts |= {"ep_size": "expert-parallel ranks per stage"}
         for name, what in parts.items():
             size = getattr(self, name)

@@ -308,8 +308,9 @@ class ResumableDataLoader(DataLoader[Any]):
         if saved != sizes:
             raise CheckpointError(
                 f"the data position was saved with {saved}, but this dataloader has {sizes} (batch_size counts all "
-                "replicas together, workers is the num_workers of a streaming dataset). Create the dataloader from the "
-                "same data with the same sizes, or pass dataloader=None to continue in a new order"
+                "replicas together, batches_at_once is the number of replicas, workers is num_workers, at least 1). "
+                "Create the dataloader from the same data with the same sizes, or pass dataloader=None to "
+                "load_training_state to start at the beginning"
             )
         self._order.load_state(state.get("order", {}))
         self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
@@ -342,11 +343,11 @@ def _after(batches: Iterator[Any], count: int, stream: Any) -> Iterator[Any]:
     read = sum(1 for _ in islice(batches, count))
     if read < count:
         raise CheckpointError(
-            f"{type(stream).__name__} ended after {read} batches of an epoch, but {count} were read before the data "
-            "position was saved. The loader restores the state that the stream had at the start of the epoch (its "
-            "state_dict or, without one, its changed attributes with plain values), and reads the stream up to the "
-            "position: the state must not itself be a position in the stream. Correct state_dict, or pass "
-            "dataloader=None to start at the beginning"
+            f"{type(stream).__name__} ended after {read} batch{'es' * (read != 1)} of an epoch, but {count} had been "
+            "read when the data position was saved. The loader restores the state that the stream had at the start of "
+            "the epoch (its state_dict or, without one, its changed attributes with plain values), and reads the "
+            "stream up to the position: the state must not itself be a position in the stream. Correct state_dict, or "
+            "pass dataloader=None to load_training_state to start at the beginning"
         )
     yield from batches
 
@@ -354,8 +355,8 @@ def _after(batches: Iterator[Any], count: int, stream: Any) -> Iterator[Any]:
 def _refuse_shares(order: Order) -> None:
     for one, count in order.shares():
         raise ConfigurationError(
-            f"{type(one).__name__} already splits the data into {count} shares. The stages of a pipeline would read "
-            "different batches, and each replica would read only a part of a share. Pass a sampler over the whole "
+            f"{type(one).__name__} already splits the data into {count} shares. Stages of a pipeline could then read "
+            "different batches, or replicas only parts of their shares. Pass a sampler over the whole "
             "dataset (or shuffle=True), or a stream without split_dataset_by_node: pipeshard then divides the samples "
             "among the replicas"
         )

@@ -220,7 +220,7 @@ class ElasticJob(PreemptibleJob):
         else:
             self.layout = layouts(ranks, global_batch, microbatch_size, pp_size)[0]
         if dist.get_rank() == 0:
-            logger.info("%d ranks: %s", ranks, self.layout)
+            logger.info("%d rank%s: %s", ranks, "s" * (ranks > 1), self.layout)
 
 
 @dataclass(frozen=True)
@@ -269,13 +269,13 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     sizes, told = gather_objects(answer, _world())[0]
     if sizes is None:
         raise ConfigurationError(
-            f"the pp_size function returned no Layout for {ranks} ranks: {told}. Return a Layout, such as the result "
-            "of AutoConfig.choose"
+            "the pp_size function must return a Layout, such as the result of AutoConfig.choose, but for "
+            f"ranks={ranks}, the result was {told}"
         )
     layout = chosen if dist.get_rank() == 0 else ToldLayout(**sizes, told=told)
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):
         raise ConfigurationError(
-            f"the layout chosen for {ranks} ranks and global_batch={global_batch} is for {layout.ranks} ranks and "
+            f"the layout chosen for ranks={ranks} and global_batch={global_batch} is for ranks={layout.ranks} and "
             f"global_batch={layout.global_batch}: return a Layout for the requested numbers"
         )
     return layout

@@ -55,11 +55,13 @@ def initialize(
     """
     if plugin is not None and arguments:
         raise ConfigurationError(
-            f"initialize got plugin={type(plugin).__name__} together with {', '.join(arguments)}: pass these "
+            f"initialize got plugin={type(plugin).__name__} together with {', '.join(arguments)}: pass all "
             "arguments to the plugin instead"
         )
     if plugin is None and "pp_size" not in arguments:
-        raise ConfigurationError("initialize requires pp_size or a plugin: pass pp_size, the number of pipeline stages")
+        raise ConfigurationError(
+            "initialize requires pp_size or a plugin: pass pp_size, the number of ranks in a pipeline"
+        )
     if plugin is None:
         slices = arguments.get("tp_size", 1), arguments.get("ep_size", 1)
         join_alone(arguments["pp_size"], arguments.get("dp_size"), *slices)
@@ -76,9 +78,9 @@ def join() -> None:
         return
     if "RANK" not in os.environ:
         raise ConfigurationError(
-            "this process has no rank (RANK is not set): start the script with torchrun --nproc-per-node 2 script.py, "
-            "using one process per stage, or call torch.distributed.init_process_group(...) first. In a notebook, call "
-            "pipeshard.notebook_launch(fn, 2). Without a launcher, only pp_size=1 is supported"
+            "this process has no rank (RANK is not set): start the script with torchrun --nproc-per-node N script.py, "
+            "with N = pp_size * dp_size * tp_size (or ep_size), or call torch.distributed.init_process_group(...) "
+            "first. In a notebook, call pipeshard.notebook_launch(fn, N). Without a launcher, N must be 1"
         )
     with raising_errors():
         dist.init_process_group(backend_here())
@@ -135,8 +137,9 @@ class Engine:
         five objects, and keeps them as attributes, unless no `optimizer` is given and the engine already has one."""
         if optimizer is None and isinstance(lr_scheduler, LRScheduler):
             raise UsageError(
-                f"initialize got a {type(lr_scheduler).__name__} without the {type(lr_scheduler.optimizer).__name__} "
-                "that it schedules, so the model could not be trained: pass this optimizer as well"
+                f"lr_scheduler={type(lr_scheduler).__name__} was passed without the "
+                f"{type(lr_scheduler.optimizer).__name__} that it schedules, so the model could not be trained: pass "
+                "this optimizer as well"
             )
         folder = getattr(model, "_pretrained", None)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)

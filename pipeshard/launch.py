@@ -130,7 +130,7 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
         _leave_process(folder, 1 if in_vain else 128 + int(stop.sigval))
     except ChildFailedError as error:
         for kind, others in repeated(folder):
-            logger.error("%d more ranks on this machine ended with the same %s", others, kind)
+            logger.error("%d more rank%s on this machine ended with the same %s", others, "s" * (others > 1), kind)
         codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
         own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends the others
         logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in own.items()))

@@ -56,8 +56,8 @@ def _copied(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise ConfigurationError("notebook_launch requires cloudpickle: pip install 'pipeshard[notebook]'") from None
     with explained(
         lambda error: ConfigurationError(
-            f"{getattr(fn, '__name__', fn)} cannot be copied to the ranks ({summary(error)}): create models, engines "
-            "and files inside the function"
+            f"{getattr(fn, '__name__', fn)}{' or an argument' * bool(args)} cannot be copied to the ranks "
+            f"({summary(error)}): create models, engines and files inside the function"
         )
     ):
         return cloudpickle.dumps((fn, args))

@@ -237,7 +237,7 @@ def checked_config(settings: Namespace) -> None:
     ranks = settings.pp * settings.dp * settings.tp
     if settings.nnodes < 1 or ranks % settings.nnodes:
         raise ConfigurationError(
-            f"nnodes={settings.nnodes} does not divide the {ranks} ranks (pp * dp * tp): use a positive divisor"
+            f"nnodes={settings.nnodes} must be a positive divisor of the number of ranks, pp * dp * tp = {ranks}"
         )
     if settings.num_slices != "1" and settings.gradient_checkpointing and settings.recompute is None:
         raise ConfigurationError(
@@ -316,7 +316,7 @@ def named(settings: Namespace, which: str) -> str:
 
 def not_at_hand(setting: str, name: str, error: Exception) -> ConfigurationError:
     why = str(error).partition("\n")[0]
-    return ConfigurationError(f"{setting}={name} is not a local path, and cannot be loaded from the Hub: {why}")
+    return ConfigurationError(f"{setting}={name} is not a local folder, and cannot be loaded from the Hub: {why}")
 
 
 def rows(settings: Namespace) -> tuple[Any, Any]:
@@ -338,9 +338,9 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
 
 def split_of(splits: Mapping[str, Any], which: str, settings: Namespace) -> Any:
     if (name := getattr(settings, which)) not in splits:
-        held_out = ", or test_split_size=0.1 to hold out a tenth of the training data"
+        held_out = ", or set test_split_size=0.1 to hold out a tenth of the training data"
         raise ConfigurationError(
-            f"{which}={name} is not a split of the data, which has {', '.join(splits)}. Set {which} to one of these"
+            f"{which}={name} is not a split of the data: set {which} to {' or '.join(splits)}"
             f"{held_out if which == 'dataset_test_split' else ''}"
         )
     return splits[name]
@@ -356,7 +356,7 @@ def loaded(settings: Namespace) -> Any:
     path, streaming = Path(name), settings.dataset_streaming
     if path.suffix in READERS:
         if not path.is_file():
-            raise ConfigurationError(f"dataset_name={name} does not exist: pass the path of an existing file")
+            raise ConfigurationError(f"dataset_name={name} is not an existing file: correct the path")
         if not path.stat().st_size:
             raise ConfigurationError(f"dataset_name={name} is empty: pass a file with samples")
     elif path.is_file():
@@ -402,7 +402,8 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
         *first, last = [" and ".join(way) for way in ways]
         needs = ", or ".join(([", ".join(first)] if first else []) + [last])
         rename = f". Rename {chat} to {target}" if chat else ""
-        raise ConfigurationError(f"{name} has the columns {', '.join(has)}, but {kind} needs {needs}{rename}")
+        columns = f"column{'s' * (len(has) != 1)} {', '.join(has)}"
+        raise ConfigurationError(f"{name} has the {columns}, but {kind} needs {needs}{rename}")
     for number, turns in enumerate(start["messages"] if kind == "sft" and "messages" in has else (), 1):
         if not (
             isinstance(turns, list) and turns and all(isinstance(turn, dict) and turn.get("role") for turn in turns)

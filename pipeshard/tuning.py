@@ -90,7 +90,7 @@ def refuse_earlier_run(settings: Namespace) -> None:
 
 def earlier_run_error(folder: str) -> ConfigurationError:
     return ConfigurationError(
-        f"output_dir={folder} has checkpoints of an earlier run, from which a restart (max_restarts) would resume: "
+        f"output_dir={folder} has a checkpoint of an earlier run, from which a restart (max_restarts) would resume: "
         "set resume=true to continue that run, or another output_dir"
     )
 
@@ -127,7 +127,7 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     """Yield notes on settings that the user may have overlooked."""
     name = settings.dataset_name or ""
     if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
-        yield f"dataset_name={name} does not exist; training requires it"
+        yield f"dataset_name={name} is not an existing file; training requires it"
     if settings.dry_run and planned_optimizer(settings) == "adamw" and plain_name(settings.optim) not in ADAMW:
         yield (
             f"the plan counts the states of optim={settings.optim} as those of AdamW, two fp32 values per parameter; "
@@ -157,8 +157,7 @@ def plan(kind: str, settings: Namespace) -> None:
     ConfigurationError for commands other than sft."""
     if kind != "sft":
         raise ConfigurationError(
-            f"--dry_run supports only pipeshard sft: a step of {kind} runs more than one forward and backward. "
-            "Omit --dry_run"
+            f"--dry_run supports only pipeshard sft: the planner does not simulate the step of {kind}. Omit --dry_run"
         )
     from pipeshard.commands import show
     from pipeshard.planner.devices import Devices

@@ -305,7 +305,7 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
         ([*MODEL, *SIZES, "--dtype", "int8"], "error: dtype='int8' is unknown: use one of"),
         ([*MODEL, *SIZES, "--partition", "evenly"], "error: partition='evenly' is unknown: use one of"),
         ([*MODEL, "--pp", "9", "--microbatches", "4"], "error: "),
-        ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is not a size"),
+        ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is not a positive size"),
         ([*MODEL, *SIZES, "--tflops", "-1"], "error: tflops must be a positive number, got -1.0"),
         ([*MODEL, *SIZES, "--tflops", "1", "--link", "1GB"], "error: link='1GB': 'GB' is not a unit of bandwidth: did"),
         ([*MODEL, *SIZES, "--link", "1GB/s"], "error: link requires times in seconds: pass tflops, or a profile"),

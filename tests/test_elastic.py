@@ -167,7 +167,7 @@ def test_legal_layouts(ranks: int, pp_size: int, microbatches: int, expected: li
     [
         (
             (5, 16, 1, 4),
-            r"5 ranks .* pp_size=4 or less: the 16 microbatches .* not divisible by .*\(5 with pp_size=1\)",
+            r"5 ranks .* pp_size=4 or less: 16, the number of microbatches .* not divisible by .*\(5 with pp_size=1\)",
         ),
         (
             (6, 16, 4, 2),
@@ -214,8 +214,8 @@ def test_jobs_that_cannot_work_are_refused_alike_on_every_rank(pool: Pool, tmp_p
     expected = [
         "every, a number of steps, must be a positive integer, got 0",
         "2 ranks cannot train with pp_size=1",
-        "the pp_size function returned no Layout for 2 ranks: ValueError: nothing for 2",
-        "chosen for 2 ranks and global_batch=4 is for 2 ranks and global_batch=8",
+        "the pp_size function must return a Layout.* for ranks=2, the result was ValueError: nothing for 2",
+        "chosen for ranks=2 and global_batch=4 is for ranks=2 and global_batch=8",
         "save was called before resume: call job.resume",
     ]
     assert_told_alike(pool.run(refused, 2, tmp_path), expected)

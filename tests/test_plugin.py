@@ -52,7 +52,7 @@ def test_more_stages_than_processes(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"pp_size": 0}, "pp_size, the number of stages, must be a positive integer, got 0"),
+        ({"pp_size": 0}, "pp_size, the number of ranks in a pipeline, must be a positive integer, got 0"),
         ({"microbatch_size": 2}, "num_microbatches=2 and microbatch_size=2: pass exactly one"),
         ({"num_microbatches": 0}, "num_microbatches must be a positive integer, got 0"),
         ({"schedule": "1fb1"}, "unknown schedule '1fb1': did you mean '1f1b'"),

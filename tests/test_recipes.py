@@ -269,7 +269,7 @@ def test_restarts_over_an_earlier_run_are_refused(tmp_path: Path) -> None:
         mock.patch.object(tuning, "start", return_value=0) as start,
     ):
         refused = said("sft", *arguments)
-        assert refused.exit_code == 1 and "has checkpoints of an earlier run" in refused.output and not start.called
+        assert refused.exit_code == 1 and "has a checkpoint of an earlier run" in refused.output and not start.called
         for option in ("--resume", "--max_restarts=0"):
             assert said("sft", *arguments, option).exit_code == 0
 
@@ -283,7 +283,7 @@ def test_restarts_by_torchrun_over_an_earlier_run_are_refused(tmp_path: Path) ->
     with mock.patch.dict(os.environ, environment), mock.patch.object(tuning, "has_checkpoint", return_value=True):
         for attempt in "01":
             os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-            with pytest.raises(ConfigurationError, match="out has checkpoints of an earlier run"):
+            with pytest.raises(ConfigurationError, match="out has a checkpoint of an earlier run"):
                 tuning.resumption(False, "out")
         assert tuning.resumption(True, "out") == (True, True)
         assert tuning.resumption(False, "out") == (True, True)
@@ -363,12 +363,12 @@ def said(*arguments: str) -> Result:
         (["--max_steps", "x"], "argument --max_steps/--max-steps: invalid int value: 'x'"),
         (["--schedule", "2f2b"], "argument --schedule: invalid choice: '2f2b'"),
         (["--microbatches", "3"], "microbatches=3 is not a multiple of gradient_accumulation_steps=2"),
-        (["--pp", "0"], "error: pp, the number of stages, must be a positive integer, got 0"),
-        (["--nnodes", "4"], "nnodes=4 does not divide the 2 ranks"),
+        (["--pp", "0"], "error: pp, the number of ranks in a pipeline, must be a positive integer, got 0"),
+        (["--nnodes", "4"], "nnodes=4 must be a positive divisor of the number of ranks, pp * dp * tp = 2"),
         (["--num_slices", "2"], "num_slices=2 is not supported with gradient_checkpointing"),
         (
             ["--model_name_or_path", "some/model"],
-            "model_name_or_path=some/model is not a local path, and cannot be loaded",
+            "model_name_or_path=some/model is not a local folder, and cannot be loaded",
         ),
         (["--dataset_name", "none.jsonl"], "dataset_name=none.jsonl does not exist"),
         (["--dry_run", "--pp", "40"], "fewer than pp=40. Use pp <="),
@@ -476,7 +476,7 @@ CHAT_TURNS = '{"role": "user", "content": "a"}'
         (
             "sft",
             f'{{"conversation": [{CHAT_TURNS}]}}',
-            "chats.jsonl has the columns conversation, but sft needs messages, prompt and completion, story, or "
+            "chats.jsonl has the column conversation, but sft needs messages, prompt and completion, story, or "
             "input_ids. Rename conversation to messages",
         ),
         ("sft", '{"conversation": [{"from": "user", "value": "a"}]}', "Rename conversation to conversations"),
@@ -739,12 +739,17 @@ def test_missing_packages_are_named() -> None:
 
 
 def test_a_plan_is_of_sft() -> None:
-    assert "--dry_run supports only pipeshard sft: a step of dpo runs" in said("dpo", "--dry_run").output
+    assert (
+        "--dry_run supports only pipeshard sft: the planner does not simulate the step of dpo"
+        in said("dpo", "--dry_run").output
+    )
 
 
 def test_data_is_a_file_a_folder_or_a_split(tmp_path: Path) -> None:
     settings = recipe.read("sft", ["--config", toy(tmp_path), "--eval_strategy", "epoch"])
-    with pytest.raises(ConfigurationError, match="dataset_test_split=test is not a split of the data, which has train"):
+    with pytest.raises(
+        ConfigurationError, match="dataset_test_split=test is not a split of the data: set dataset_test_split to train"
+    ):
         recipe.rows(settings)
     settings.test_split_size = 0.25
     train, test = recipe.rows(settings)

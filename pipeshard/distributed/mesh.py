@@ -121,7 +121,8 @@ class ProcessGroupMesh:
         lists = all(isinstance(chosen, Sequence) and all(isinstance(i, int) for i in chosen) for chosen in choices)
         if len(axes) != len(choices) or not lists:
             raise ConfigurationError(
-                f"indices_at_axis must have one list of indices per axis, got {indices_at_axis} for axis {axis}."
+                "indices_at_axis must be a list of indices for one axis, or one list per axis for several axes, got "
+                f"{indices_at_axis} for axis {axis}."
             )
         coords = [base_coord]
         for at, chosen in zip([_axis(ax, base_coord) for ax in axes], choices):
@@ -216,7 +217,7 @@ def axis_name(axis: int) -> str:
 
 def _axis(axis: int, shape: Coordinate) -> int:
     if not -len(shape) <= axis < len(shape):
-        raise ConfigurationError(f"Axis {axis} is outside a mesh of {len(shape)} axes: use 0 to {len(shape) - 1}.")
+        raise ConfigurationError(f"Axis {axis} is outside a mesh of {shape}: use {-len(shape)} to {len(shape) - 1}.")
     return axis % len(shape)
 
 
@@ -382,7 +383,8 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
         wanted = f"{sizes} and dp_size={dp_size}" if dp_size else sizes
         processes = one * (dp_size or 1)
         raise ConfigurationError(
-            f"{wanted}, but the world has {world} processes: start torchrun --nproc-per-node {processes} ..., "
+            f"{wanted}, but the world has {world} process{'es' * (world > 1)}: start {processes} "
+            f"process{'es' * (processes > 1)} (on one machine, torchrun --nproc-per-node {processes} ...), "
             f"{'' if dp_size else f'or a multiple of {processes} for replicas, '}"
             f"or choose sizes whose product is {world}"
         )

@@ -157,7 +157,7 @@ def _ghost(told: Any, here: Any) -> Any:
         return restore(told["value"], get, {})
     if type(here).__name__ != told["kind"]:
         raise TraceError(
-            f"a cache entry is a {told['kind']} on the rank that fills it, but a {type(here).__name__} on this rank. "
+            f"a cache entry has the class {told['kind']} on the rank that fills it, but {type(here).__name__} here. "
             "Create the same cache on all ranks before they generate"
         )
     ghost = copy.copy(here)

@@ -367,9 +367,10 @@ class Forward:
         logits = getattr(output, LOGITS, None)
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(
-                f"the logits of {type(self.pipeline.model).__name__} contain NaN. Either the model's parameters are "
-                "not finite, or a layer reads cache entries of a layer on another stage. Cut the model elsewhere (the "
-                "partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
+                f"the logits of {type(self.pipeline.model).__name__} contain NaN. Either the unsplit model also "
+                "computes NaN (as with parameters that are not finite), or a layer reads cache entries of a layer on "
+                "another stage. In the second case, cut the model elsewhere (the partition argument of "
+                "PipelinePlugin), or generate without a cache (use_cache=False)"
             )
         return output
 
@@ -388,8 +389,9 @@ def _refuse_other_rows(batch: Batch, way: Way) -> None:
     for name, _, spec in way.routes[0].flow.outputs:
         if field_of(name) == LOGITS and spec.at(way.deltas)[:1] != (batch.rows,):
             raise TraceError(
-                f"the logits of a microbatch of {batch.rows} samples have the shape {spec.at(way.deltas)}. If a hook "
-                "or an adapter uses a tensor of the whole batch, call model.generate(..., num_microbatches=1)"
+                f"the logits of a microbatch of {batch.rows} sample{'s' * (batch.rows > 1)} have the shape "
+                f"{spec.at(way.deltas)}. If a hook or an adapter uses a tensor of the whole batch, call "
+                "model.generate(..., num_microbatches=1)"
             )
 
 

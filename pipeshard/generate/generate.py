@@ -141,7 +141,7 @@ def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, An
     raise of_all(
         BatchError(
             f"the ranks of one pipeline must generate from the same inputs, but they differ: {table}. Pass the same "
-            "prompts on every rank, as one batch: the stages run each forward together. Only replicas (dp_size) may "
+            "prompts on every rank, as one batch: these ranks run each forward together. Only replicas (dp_size) may "
             "use different prompts, such as prompts[plugin.grid.replica]"
         )
     )

@@ -134,12 +134,13 @@ class StageModule(nn.Module):
         microbatch = self.planned or self.microbatch(batch)
         route = microbatch.route
         if len(received) != len(route.enters.values):
+            got = f"{len(received)} tensor{'s' * (len(received) != 1)}"
             raise UsageError(
-                f"stage {self.index} got {len(received)} tensors, but takes {len(route.enters.values)}: pass the "
+                f"stage {self.index} got {got}, but takes {len(route.enters.values)}: pass the "
                 f"tensors that stage {self.index - 1} returned for this microbatch, and the microbatch as keyword "
                 "arguments"
                 if self.index
-                else f"stage 0 got {len(received)} tensors, but takes none: pass the microbatch as stage(**batch)"
+                else f"stage 0 got {got}, but takes none: pass the microbatch as stage(**batch)"
             )
         if self.index == policy.chunks[0]:
             policy.replay.free_blanks()  # no runtime reports the end of a step

@@ -130,8 +130,8 @@ class Colossalai(Target):
             chunks = 1 if schedule == AUTO else chunks_of(schedule, num_stages, v)
         if num_stages % chunks:
             raise ConfigurationError(
-                f"schedule={name_of(schedule)!r} has {chunks} stages per rank, but cuts defines {num_stages} stages: "
-                f"pass cuts that define a multiple of {chunks} stages"
+                f"schedule={name_of(schedule)!r} has {chunks} stages per rank, so cuts must define a multiple of "
+                f"{chunks} stages, got {num_stages}"
             )
         return num_stages // chunks
 
@@ -183,7 +183,10 @@ class TorchStages:
         """Clip the gradients by the norm of the whole model, and return this norm. Call on all ranks, after
         `sync_gradients`."""
         if self.gradients.is_partial:
-            raise UsageError("the gradients of tied weights are not summed yet: call sync_gradients() before clipping")
+            raise UsageError(
+                "gradients of parameters that several stages hold are not summed yet: call sync_gradients() before "
+                "clipping"
+            )
         return self.clipping.clip(max_norm, norm_type)
 
     def zero_grad(self) -> None:
@@ -227,8 +230,8 @@ class Torch(Target):
             )
         if rest:
             raise ConfigurationError(
-                f"target='torch' places num_model_chunks={self.num_model_chunks} stages on each rank, got {num_stages} "
-                f"stages: pass cuts that define a multiple of {self.num_model_chunks} stages"
+                f"target='torch' places num_model_chunks={self.num_model_chunks} stages on each rank, so cuts must "
+                f"define a multiple of {self.num_model_chunks} stages, got {num_stages}"
             )
         self.grid = Grid(p, 1)
         placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]
@@ -392,10 +395,11 @@ class Deepspeed(Target):
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
         size = dist.get_world_size() if dist.is_initialized() else 0
         if not size or size % num_stages:
+            called = "" if size else ", and call deepspeed.init_distributed before build"
             raise ConfigurationError(
-                f"target='deepspeed' requires a process group with a multiple of {num_stages} ranks, the number of "
-                f"stages, got {size} ranks: start a multiple of {num_stages} processes, and call "
-                "deepspeed.init_distributed before build"
+                f"target='deepspeed' requires one rank per stage, or a multiple of this number, but the cuts define "
+                f"num_stages={num_stages}, and {f'the world size is {size}' if size else 'no process group exists'}: "
+                f"start {num_stages} process{'es' * (num_stages > 1)}, or a multiple{called}"
             )
         return range(num_stages), dist.get_rank() // (size // num_stages)
 

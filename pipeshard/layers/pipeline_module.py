@@ -128,8 +128,8 @@ class PipelineModule(nn.Module):
         """
         if self._is_cut:
             raise UsageError(
-                "this model is one stage of a pipeline and lacks the other layers: call pipeshard.to_sequential(model) "
-                "for a model with all layers"
+                "this model was split into stages, and lacks the layers of other ranks: call "
+                "pipeshard.to_sequential(model) for a model with all layers"
             )
         for module in skeletons(self):
             build(module, torch.initial_seed() % 2**63)

@@ -29,9 +29,9 @@ class LayerSpec:
         modules = [value for value in (typename, *module_args, *module_kwargs.values()) if isinstance(value, nn.Module)]
         if built := next((module for module in modules if module is typename or module.state_dict()), None):
             raise UsageError(
-                f"LayerSpec got a {type(built).__name__} instance, but LayerSpec builds the layer itself, on the rank "
-                "that holds the layer: pass the class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the "
-                "instance directly into the list of layers"
+                f"LayerSpec got an instance of {type(built).__name__}, but LayerSpec builds the whole layer itself, on "
+                "the rank that holds the layer: pass a class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the "
+                "layer directly into the list of layers, as a module"
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
         self.builds = 0
@@ -113,8 +113,9 @@ class Function(nn.Module):
         hidden = [value for value in _closed_over(fn) if isinstance(value, nn.Module | nn.Parameter)]
         if bare or hidden:
             raise ConfigurationError(
-                f"layer {place}, the function {_function_name(fn)}, uses a {type([*bare, *hidden][0]).__name__} "
-                f"{'in its closure or defaults' if hidden else 'as an argument'}, where pipeshard cannot track it. "
+                f"layer {place}, the function {_function_name(fn)}, uses an instance of "
+                f"{type([*hidden, *bare][0]).__name__} {'in its closure or defaults' if hidden else 'as an argument'}, "
+                "where pipeshard cannot track it. "
                 "Instead of the function, pass a bound method of an nn.Module that holds the parameters, "
                 "functools.partial with this module as an argument, or TiedLayerSpec(..., forward_fn=...)"
             )

@@ -88,7 +88,7 @@ def layouts(
     ranks, alone = divmod(ranks, tp_size)
     if alone:
         raise ConfigurationError(
-            f"tp_size={tp_size} does not divide the {sizes['ranks']} ranks: use a divisor of the number of ranks"
+            f"tp_size={tp_size} does not divide ranks={sizes['ranks']}: use a divisor of the number of ranks"
         )
     microbatches, rest = divmod(global_batch, microbatch_size)
     if rest:
@@ -101,11 +101,10 @@ def layouts(
     if not legal:
         tried = ", ".join(f"{ranks // p} with pp_size={p}" for p in stages)
         raise ConfigurationError(
-            f"{sizes['ranks']} ranks cannot train with pp_size={most} or less: the {microbatches} microbatches of a "
-            f"step (global_batch={global_batch}, microbatch_size={microbatch_size}) are not divisible by the number of "
-            f"replicas ({tried}). "
-            "Choose a global_batch whose number of microbatches has more divisors, such as 12 or 24, or a different "
-            "number of ranks"
+            f"{sizes['ranks']} ranks cannot train with pp_size={most} or less: {microbatches}, the number of "
+            f"microbatches of a step (global_batch={global_batch}, microbatch_size={microbatch_size}), is not "
+            f"divisible by the number of replicas ({tried}). Choose a global_batch whose number of microbatches has "
+            "more divisors, such as 12 or 24, or a different number of ranks"
         )
     return [Layout(p, ranks // p, global_batch, microbatch_size, tp_size=tp_size) for p in legal]
 
@@ -213,7 +212,8 @@ class AutoConfig(Layout):
             microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
             if microbatch.rows != size:
                 raise ConfigurationError(
-                    f"microbatch_size={size}, but the batch has only {microbatch.rows} samples: pass a larger batch"
+                    f"microbatch_size={size}, but the batch has only {microbatch.rows} "
+                    f"sample{'s' * (microbatch.rows > 1)}: pass a larger batch"
                 )
             timing = partition if isinstance(microbatch_size, int) else _of_size(partition, size)
             subject = study(model, microbatch, criterion, policy, timing, training, profile, tp_plan)
@@ -278,7 +278,11 @@ def _simulated(
 def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
     possible = [each for each in considered if not each.estimate.problem]
     if not possible:
-        raise PartitionError(f"the model cannot be cut for any layout: {considered[0].estimate.problem}")
+        layout, estimate = considered[0].layout, considered[0].estimate
+        raise PartitionError(
+            f"the model cannot be cut for any layout: with pp_size={layout.pp_size} and schedule {estimate.name}, "
+            f"{estimate.problem}"
+        )
     fitting = [each for each in possible if each.estimate.fits is not False]
     if not fitting:
         nearest = min(possible, key=lambda each: max(each.layout.stages(devices).excess(each.estimate.memory)))
@@ -286,8 +290,8 @@ def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
         excess = layout.stages(devices).excess(estimate.memory)
         rank = excess.index(max(excess))
         raise PartitionError(
-            f"no layout of {layout.ranks} ranks fits in device_memory={devices.limits}: the closest layout, "
-            f"pp_size={layout.pp_size} with microbatches of {layout.microbatch_size} and schedule {estimate.name}, "
+            f"no layout of {layout.ranks} rank{'s' * (layout.ranks > 1)} fits in device_memory={devices.limits}: the "
+            f"closest layout, pp_size={layout.pp_size}, microbatch_size={layout.microbatch_size}, {estimate.name}, "
             f"needs {format_bytes(estimate.memory[rank].total)} on rank {rank} of a pipeline. Use more ranks, a "
             "smaller microbatch_size, or activation recompute (model.gradient_checkpointing_enable())"
         )

@@ -159,8 +159,8 @@ def _each(name: str, given: Any, ranks: int, parse: Callable[[Any], T]) -> tuple
     values = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     if len(values) not in (1, ranks):
         raise ConfigurationError(
-            f"{name}={given!r} has {len(values)} values for {ranks} ranks: pass one value for all ranks, or one per "
-            "rank"
+            f"{name}={given!r} has {len(values)} values for {ranks} rank{'s' * (ranks > 1)}: pass one value for all "
+            "ranks, or one per rank"
         )
     return tuple(map(parse, values)) * (ranks // len(values))
 
@@ -178,8 +178,8 @@ def _speed(value: Any) -> float:
 def _links(given: Any, ranks: int) -> tuple[Link, ...]:
     links = tuple(map(Link.parse, given if isinstance(given, list | tuple) else [given]))
     if len(links) not in (1, ranks - 1):
+        several = f", or {ranks - 1}, one from each rank to the next" if ranks > 2 else ""
         raise ConfigurationError(
-            f"link has {len(links)} links for {ranks} ranks: pass one link for all ranks, or {ranks - 1}, one from "
-            "each rank to the next"
+            f"link has {len(links)} links for {ranks} rank{'s' * (ranks > 1)}: pass one link for all ranks{several}"
         )
     return links

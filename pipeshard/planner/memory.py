@@ -37,7 +37,9 @@ def parse_bytes(size: str | int, name: str = "device_memory") -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     unit = found[2].lower() if found else ""
     if found is None or (unit or "b") not in UNITS or float(found[1]) <= 0:
-        raise ConfigurationError(f"{name}={size!r} is not a size: write 80GB, 80G, 40GiB, or a number of bytes")
+        raise ConfigurationError(
+            f"{name}={size!r} is not a positive size: write 80GB, 80G, 40GiB, or a number of bytes"
+        )
     return int(float(found[1]) * UNITS[unit or "b"])
 
 

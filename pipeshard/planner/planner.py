@@ -160,7 +160,9 @@ def plan(
     generated, UsageError if the model returns no loss, and TraceError if the model cannot be traced.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
-        raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
+        raise ConfigurationError(
+            f"pp_size, the number of ranks in a pipeline, must be a positive integer, got {pp_size!r}"
+        )
     is_auto = schedule == AUTO
     chosen = None if schedule is None or is_auto else (schedule, num_chunks(schedule, num_model_chunks))
     speeds = speeds_of(partition, pp_size) if device_speed is None else device_speed
@@ -257,8 +259,11 @@ def automatic(subject: Subject, p: int, m: int) -> Automatic:
     searched = search(subject, p, m) if p > 1 else None
     found: list[tuple[Candidate, Schedule]] = [each for each in (known, searched) if each]
     if not found:
+        problems = [each.problem for each in tried if isinstance(each, Estimate)]
+        if len(problems) == len(tried):
+            raise PartitionError(problems[0])
         raise PartitionError(
-            f"schedule={AUTO!r} found no program that fits in the memory of {p} ranks (limit per rank: "
+            f"schedule={AUTO!r} found no program that fits in the memory of {p} rank{'s' * (p > 1)} (limit per rank: "
             f"{subject.devices.limits}). Use more memory, more stages, or activation recompute"
         )
     return Automatic(*min(found, key=_time), known and known[0])

@@ -281,8 +281,8 @@ def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
     except Exception as error:  # a unit may raise any error on random values
         name = next(name for name, module in model.named_modules() if module is stopwatch.unit)
         warnings.warn(
-            f"unit {name} ({type(stopwatch.unit).__name__}) failed on synthetic inputs, so its time is estimated from "
-            f"the times of the other units ({summary(error)})",
+            f"unit {name} ({type(stopwatch.unit).__name__}) failed on synthetic inputs ({summary(error)}), so its time "
+            "is estimated from the times of the other units",
             stacklevel=3,
         )
         return None

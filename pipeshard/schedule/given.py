@@ -19,7 +19,8 @@ def check(program: Program) -> None:
     outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
     if outside:
         raise ConfigurationError(
-            f"{program.name}: stages are placed on ranks {outside}, but the program has only {len(program.ranks)} ranks"
+            f"{program.name}: stages are placed on ranks {outside}, but the program has only {len(program.ranks)} "
+            f"rank{'s' * (len(program.ranks) != 1)}"
         )
     kinds = _kinds(program)
     for rank, actions in enumerate(program.ranks):
@@ -28,7 +29,8 @@ def check(program: Program) -> None:
         for action in [*(sorted(expected - counts.keys())), *counts]:
             count, wanted = counts[action], int(action in expected)
             if count != wanted and (count, action.kind) != (0, Kind.W):
-                raise ConfigurationError(f"{program.name}: rank {rank} has {action} {count} times, not {wanted}")
+                times = f"{count} time{'s' * (count != 1)}"
+                raise ConfigurationError(f"{program.name}: rank {rank} has {action} {times}, not {wanted}")
         position = {action: k for k, action in enumerate(actions)}
         for action in actions:
             for before, at in program.needs(action.kind, action.stage):
@@ -109,8 +111,8 @@ def _first(program: Program, m: int) -> Program:
     """The part of `program` for its first m microbatches, which is legal if `program` is."""
     if m > program.num_microbatches:
         raise ConfigurationError(
-            f"schedule {program.name!r} is for {program.num_microbatches} microbatches, but the step has {m}: pass a "
-            f"program for {m} microbatches, or a function of (p, m, v)"
+            f"schedule {program.name!r} is for num_microbatches={program.num_microbatches}, but the step has {m}: pass "
+            f"a program for {m} microbatches, or a function of (p, m, v)"
         )
     ranks = (tuple(action for action in actions if action.microbatch < m) for actions in program.ranks)
     return Program(program.name, m, program.placement, tuple(ranks))
@@ -120,8 +122,9 @@ def _check(program: Program, p: int) -> None:
     v, rest = divmod(len(program.placement), max(len(program.ranks), 1))
     if len(program.ranks) != p or rest:
         raise ConfigurationError(
-            f"schedule {program.name!r} is for {len(program.ranks)} ranks and {len(program.placement)} stages, but "
-            f"pp_size={p}: pass a program for {p} ranks with the same number of stages on each"
+            f"schedule {program.name!r} is for {len(program.ranks)} rank{'s' * (len(program.ranks) != 1)} and "
+            f"{len(program.placement)} stage{'s' * (len(program.placement) != 1)}, but pp_size={p}: pass a program for "
+            f"pp_size={p} with the same number of stages on each rank"
         )
     if program.placement != tuple(range(p)) * v and not is_v(program.placement, p):
         raise ConfigurationError(

@@ -199,6 +199,6 @@ def num_chunks(name: str, v: int = 1) -> int:
     own = 2 if name in ("interleaved", *IN_A_V) else 1
     if v in (1, own) or (name == "interleaved" and v > 1):
         return max(v, own)
-    raise ConfigurationError(
-        f"schedule {name!r} requires num_model_chunks={own}, got {v}; 'interleaved' supports any number above 1"
-    )
+    any_number = " or more" if name == "interleaved" else ""
+    other = "" if any_number else "; 'interleaved' supports any number above 1"
+    raise ConfigurationError(f"schedule {name!r} requires num_model_chunks={own}{any_number}, got {v}{other}")

@@ -566,9 +566,13 @@ def hooked(module: nn.Module) -> nn.Module:
         ([LayerSpec(Deciding, 4)], {}, r"layer 0, LayerSpec\(Deciding\), cannot be built on meta.*device='cpu'"),
         ([LayerSpec(torch.ones, 4)], {}, "must build an nn.Module, got a Tensor"),
         ([LayerSpec(nn.Linear, 4)], {}, "missing 1 required positional argument"),
-        ([with_a_default], {}, "layer 0, the function with_a_default, uses a Linear in its closure or defaults"),
-        ([functools.partial(torch.mul, WEIGHT.weight)], {}, "uses a Parameter as an argument"),
-        ([WEIGHT.weight.mul], {}, "the function mul, uses a Parameter as an argument"),
+        (
+            [with_a_default],
+            {},
+            "layer 0, the function with_a_default, uses an instance of Linear in its closure or defaults",
+        ),
+        ([functools.partial(torch.mul, WEIGHT.weight)], {}, "uses an instance of Parameter as an argument"),
+        ([WEIGHT.weight.mul], {}, "the function mul, uses an instance of Parameter as an argument"),
         (
             [TiedLayerSpec("t", nn.Linear, 2, 2, tied_weight_attr="weigth")],
             {},
@@ -640,7 +644,7 @@ def mistakes() -> list[str]:
 @pytest.mark.turns
 def test_mistakes_of_a_pipeline_are_named(pool: Pool) -> None:
     for messages in pool.run(mistakes, 2):
-        assert "built for num_stages=4, but pp_size=2 with 1 chunks per rank gives 2" in messages[0]
+        assert "built for num_stages=4, but pp_size=2 and num_model_chunks=1 result in num_stages=2" in messages[0]
         assert "to_sequential" in messages[1] and "booster.execute_pipeline" in messages[2]
         assert "found no loss to train on" in messages[3]
 
@@ -705,7 +709,7 @@ def test_what_fails_on_one_stage_is_told_on_all(pool: Pool) -> None:
 )
 def test_a_spec_of_a_module_that_is_built_is_refused(make: Any) -> None:
     """Both ended in an error of torch about copies of tensors on meta."""
-    with pytest.raises(UsageError, match=r"LayerSpec got a Linear instance.*the instance directly"):
+    with pytest.raises(UsageError, match=r"LayerSpec got an instance of Linear,.*the layer directly"):
         make()
 
 

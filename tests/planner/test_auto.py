@@ -142,7 +142,10 @@ def limited(limit: str) -> str:
 @pytest.mark.local
 @pytest.mark.parametrize(
     ("limit", "words"),
-    [("80 gigs", "memory_limit='80 gigs' is not a size"), ("1GB,2GB,3GB", "memory_limit='1GB,2GB,3GB' has 3 values")],
+    [
+        ("80 gigs", "memory_limit='80 gigs' is not a positive size"),
+        ("1GB,2GB,3GB", "memory_limit='1GB,2GB,3GB' has 3 values"),
+    ],
 )
 def test_a_wrong_limit_is_named_as_it_was_passed(pool: Pool, limit: str, words: str) -> None:
     """memory_limit="80 gigs" of a plugin: the error spoke of device_memory, which is an argument of `plan`.

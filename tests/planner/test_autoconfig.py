@@ -146,7 +146,7 @@ def test_each_microbatch_size_has_its_own_file_of_times(tmp_path: Path, monkeypa
             ConfigurationError,
             "microbatch_size=12, but the batch has only 8 samples",
         ),
-        ({"ranks": 3, "pp_size": 3, "device_memory": "much"}, ConfigurationError, "is not a size"),
+        ({"ranks": 3, "pp_size": 3, "device_memory": "much"}, ConfigurationError, "is not a positive size"),
         (
             {"microbatch_size": [1, 3], "profile": "times.json"},
             ConfigurationError,

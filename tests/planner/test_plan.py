@@ -314,7 +314,7 @@ def test_batches_are_cut_as_the_plugin_does_or_made_up() -> None:
         ({"schedule": "1f1v"}, ConfigurationError, "unknown schedule"),
         ({"schedule": "zb-h1", "num_model_chunks": 2}, ConfigurationError, "num_model_chunks=1"),
         ({"optimizer": "lion"}, ConfigurationError, "optimizer='lion' is unknown"),
-        ({"device_memory": "much"}, ConfigurationError, "device_memory='much' is not a size"),
+        ({"device_memory": "much"}, ConfigurationError, "device_memory='much' is not a positive size"),
         ({"batch": {"input_ids": torch.zeros(4, 6, dtype=torch.int64)}}, UsageError, "found no loss to train on"),
         ({"profile": "nowhere.json"}, ConfigurationError, "nowhere.json is not a profile"),
         ({"batch": {}}, BatchError, "no tensor"),
@@ -350,7 +350,7 @@ def test_sizes_are_read_and_written() -> None:
         *("0 B", "999 B", "1.00 kB", "9.99 kB", "99.9 kB", "999 kB", "1.00 MB", "80.0 GB", "2000 TB")
     ]
     for wrong in ("", "GB", "-3GB", "0", "12 parsecs"):
-        with pytest.raises(ConfigurationError, match="is not a size"):
+        with pytest.raises(ConfigurationError, match="is not a positive size"):
             parse_bytes(wrong)
 
 

@@ -271,7 +271,7 @@ def test_layouts_of_ranks_that_slice() -> None:
     whole = AutoConfig.choose(model, batch, 2, 8, 2)
     assert "tp_size" not in whole.arguments
     assert min(c.estimate.peak for c in found.considered) < min(c.estimate.peak for c in whole.considered)
-    with pytest.raises(ConfigurationError, match="tp_size=2 does not divide the 3 ranks: use a divisor"):
+    with pytest.raises(ConfigurationError, match="tp_size=2 does not divide ranks=3: use a divisor"):
         AutoConfig.choose(model, batch, 3, 8, 2, tp_size=2)
 
 

@@ -346,7 +346,7 @@ def reduced(model: nn.Module) -> Any:
 BOOSTS = {
     "a world of another size": Remedy(
         (ERRORS + "`ConfigurationError`: the world size differs",),
-        "start torchrun --nproc-per-node 3 .* or choose sizes whose product is 2",
+        "start 3 processes .*torchrun --nproc-per-node 3 .* or choose sizes whose product is 2",
         Training(options={"pp_size": 3}),
         (Training(options={"pp_size": 2}), Training(options={"pp_size": 1, "dp_size": 2, **ONE})),
     ),

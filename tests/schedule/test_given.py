@@ -92,7 +92,7 @@ FB = make_program("1f1b", P, 1)
     [
         (3, ConfigurationError, "schedule must be a name, a Program or a function"),
         (lambda p, m, v: None, ConfigurationError, "returned a NoneType, not a Program"),
-        (make_program("1f1b", P, M - 1), ConfigurationError, "is for 3 microbatches, but the step has 4"),
+        (make_program("1f1b", P, M - 1), ConfigurationError, "is for num_microbatches=3, but the step has 4"),
         (make_program("1f1b", 3, M), ConfigurationError, "is for 3 ranks and 3 stages, but pp_size=2"),
         (lambda p, m, v: Program("x", m, (0, 1, 0), FB.ranks), ConfigurationError, "for 2 ranks and 3 stages"),
         (lambda p, m, v: Program("x", m, (1, 0), FB.ranks), ConfigurationError, "stage s must be on rank s % p"),

@@ -82,7 +82,7 @@ def test_the_chunks_of_a_rank(name: str, asked: int, chunks: int) -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "message"),
     [
-        ("interleaved", 0, "'interleaved' requires num_model_chunks=2, got 0"),
+        ("interleaved", 0, "'interleaved' requires num_model_chunks=2 or more, got 0"),
         ("zbv", 3, "'zbv' requires num_model_chunks=2, got 3"),
         ("zb-h1", 2, "'zb-h1' requires num_model_chunks=1, got 2"),
         ("1f1b", 0, "'1f1b' requires num_model_chunks=1, got 0"),
@@ -107,7 +107,7 @@ def test_check_refuses_what_is_missing_doubled_or_misplaced() -> None:
         check(replace_rank(program, 0, first[:-1]))
     with pytest.raises(ValueError, match="rank 0 has F0@0 2 times, not 1"):
         check(replace_rank(program, 0, first[:1] + first))
-    with pytest.raises(ValueError, match="rank 0 has F0@1 1 times, not 0"):
+    with pytest.raises(ValueError, match="rank 0 has F0@1 1 time, not 0"):
         check(replace_rank(program, 0, (*first, Action(F, 0, 1))))
     with pytest.raises(ValueError, match=r"placed on ranks \[5\], but the program has only 2 ranks"):
         check(dataclasses.replace(program, placement=(0, 5)))
@@ -130,7 +130,7 @@ def test_check_refuses_wrong_communication() -> None:
         check(replace_rank(program, 1, (forward, receive)))
     with pytest.raises(ValueError, match="rank 1 has RecvF0@1 0 times, not 1"):
         check(replace_rank(program, 1, (forward,)))
-    with pytest.raises(ValueError, match="rank 1 has SendF0@1 1 times, not 0"):
+    with pytest.raises(ValueError, match="rank 1 has SendF0@1 1 time, not 0"):
         check(replace_rank(program, 1, (receive, forward, Action(Kind.SEND_F, 0, 1))))
 
 
