@@ -214,7 +214,7 @@ def _warn_of_uneven(policy: Policy) -> None:
     elif policy.flow.cut_points:
         remedy = "The model can be split only at its CutPoints: add some inside its largest part, or use fewer stages"
     else:
-        remedy = "Other cuts between its units are hardly better: mark cuts inside its largest unit with "
+        remedy = "Other cuts between units are hardly better: mark cuts inside the largest unit with "
         remedy += "pipeshard.CutPoint, or use fewer stages"
     logger.warning(
         "stage %d holds %.0f %% of the parameters of %s, so %d stages hardly save memory. %s",

@@ -236,7 +236,7 @@ def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> Non
         raise PartitionError(
             f"rank {rank} needs {format_bytes(limits[rank] + excess[rank])} with the best number of slices, but its "
             f"device_memory is {format_bytes(limits[rank])}: use more stages, a smaller max_length, "
-            "gradient_checkpointing or adapters (use_peft)"
+            "recompute=1 or adapters (use_peft)"
         )
 
 

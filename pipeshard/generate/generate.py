@@ -58,8 +58,8 @@ class Generation:
         if pipeline.holdings.sharded is not None:
             raise ConfigurationError(
                 "PipelinePlugin(fsdp=True) does not support generation: replicas gather parameters together, but each "
-                "replica generates a different number of tokens. Use fsdp=False, or save the model and load it in one "
-                "process"
+                "replica may generate a different number of tokens. Use fsdp=False, or save the model and load it in "
+                "one process"
             )
         if pipeline.grid.size > pipeline.grid.dp_size and stops_by_clock(pipeline.model, args, kwargs):
             raise ConfigurationError(

@@ -446,7 +446,11 @@ def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
     back a gradient for each floating-point tensor."""
     for name, value in batch.items():
         if not isinstance(value, Tensor) or (value.is_floating_point() and split.num_stages > 1):
-            what = f"a {type(value).__name__}" if not isinstance(value, Tensor) else f"a tensor of {value.dtype}"
+            what = (
+                f"an object of type {type(value).__name__}"
+                if not isinstance(value, Tensor)
+                else f"a tensor of {value.dtype}"
+            )
             raise BatchError(
                 f"the batch's {name} is {what}: DeepSpeed sends only integer tensors together with activations. Use "
                 "target='torch' or 'colossalai'"

@@ -72,7 +72,7 @@ class PipelineModule(nn.Module):
             raise ConfigurationError(f"num_stages must be a positive integer, got {num_stages!r}")
         if not isinstance(activation_checkpoint_interval, int) or activation_checkpoint_interval < 0:
             raise ConfigurationError(
-                "activation_checkpoint_interval must be 0, or k > 0 to recompute every k layers, got "
+                "activation_checkpoint_interval must be 0, or k > 0 to recompute groups of k layers, got "
                 f"{activation_checkpoint_interval!r}"
             )
         _refuse_unsupported(topology, activation_checkpoint_func, checkpointable_layers)

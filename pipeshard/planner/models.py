@@ -137,7 +137,7 @@ def _config(source: str, fields: dict[str, Any], trust_remote_code: bool) -> Any
     path = Path(source)
     if not path.exists() and source.count("/") == 1:
         path = _of_hub(source)
-    with explained(lambda error: ConfigurationError(_what(source, path, error))):
+    with explained(lambda error: ConfigurationError(_what(source, path, fields, error))):
         if path.exists():
             config, unknown = AutoConfig.from_pretrained(
                 path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **fields
@@ -176,14 +176,15 @@ def _of_hub(name: str) -> Path:
         ) from None
 
 
-def _what(source: str, path: Path, error: Exception) -> str:
+def _what(source: str, path: Path, fields: dict[str, Any], error: Exception) -> str:
     if path.exists() and "trust_remote_code" in str(error):
         return (
             f"{source} requires custom code, which this command does not run: in Python, pass a model built with "
             "from_pretrained(..., trust_remote_code=True)"
         )
     if path.exists():
-        return f"{source} does not contain a valid model config: {summary(error)}"
+        valid = f"model config that is valid with {', '.join(fields)}" if fields else "valid model config"
+        return f"{source} does not contain a {valid}: {summary(error)}"
     types = list(transformers.CONFIG_MAPPING.keys())
     if source in types:
         return f"the config of {source} does not support these fields: {summary(error)}"
@@ -214,8 +215,8 @@ def _class_of(config: Any) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     raise ConfigurationError(
-        f"transformers has no model with a loss for {type(config).__name__}: set architectures in the config, or call "
-        "pipeshard.plan(model, batch, ..., criterion=...)"
+        f"transformers has no model with a loss for {type(config).__name__}: set architectures in the config, or pass "
+        "a model and a criterion in Python (pipeshard.plan, pipeshard.initialize)"
     )
 
 
