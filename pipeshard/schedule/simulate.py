@@ -100,7 +100,8 @@ def simulate(
     """
     if len(sizes) not in (0, program.num_microbatches):
         raise ConfigurationError(
-            f"sizes must have one factor per microbatch, {program.num_microbatches} in all, got {len(sizes)}"
+            f"sizes has {len(sizes)} factor{'s' * (len(sizes) != 1)} for {program.num_microbatches} "
+            f"microbatch{'es' * (program.num_microbatches > 1)}: pass one per microbatch"
         )
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
@@ -141,7 +142,10 @@ def simulate_parts(
 def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...]:
     values = tuple(map(float, cost)) if isinstance(cost, Sequence) else (float(cost),) * num_stages
     if len(values) != num_stages:
-        raise ConfigurationError(f"{name} must be one number, or one per stage, {num_stages} in all, got {len(values)}")
+        raise ConfigurationError(
+            f"{name} has {len(values)} value{'s' * (len(values) != 1)} for {num_stages} "
+            f"stage{'s' * (num_stages > 1)}: pass one number, or one per stage"
+        )
     if not all(0 <= value < math.inf for value in values):
         raise ConfigurationError(f"{name} must be finite and non-negative, got {cost}")
     return values

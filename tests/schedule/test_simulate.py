@@ -114,11 +114,11 @@ def test_work_that_costs_nothing_has_no_bubble() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"forward": (1.0, 2.0, 3.0)}, "forward must be one number, or one per stage, 2 in all, got 3"),
+        ({"forward": (1.0, 2.0, 3.0)}, "forward has 3 values for 2 stages"),
         ({"backward": -1.0}, "backward must be finite and non-negative"),
         ({"weight": (0.0, float("nan"))}, "weight must be finite"),
         ({"latency": -0.5}, "latency must be finite"),
-        ({"latency": (1.0, 2.0, 3.0)}, "latency must be one number, or one per stage, 2 in all, got 3"),
+        ({"latency": (1.0, 2.0, 3.0)}, "latency has 3 values for 2 stages"),
         ({"returned": (1.0, -2.0)}, "returned must be finite and non-negative"),
     ],
 )
@@ -166,7 +166,7 @@ def test_peak_memory_counts_each_stage_by_its_size() -> None:
     assert simulation.peak_activations == (4, 3)
     assert simulation.peak_memory(0.5) == (2.0, 1.5)
     assert simulation.peak_memory([1, 10, 100, 1000]) == (202, 1020)
-    with pytest.raises(ConfigurationError, match="size must be one number, or one per stage, 4 in all, got 3"):
+    with pytest.raises(ConfigurationError, match="size has 3 values for 4 stages"):
         simulation.peak_memory([1, 2, 3])
 
 
