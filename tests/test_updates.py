@@ -70,7 +70,7 @@ NORMS: dict[str, Change] = {
 }
 
 
-REFUSED = r"which another stage holds.*max_norm=.*clip_grad_by_norm"
+REFUSED = r"which another rank holds.*max_norm=.*clip_grad_by_norm"
 
 
 def norms(options: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def early_hook() -> None:
     sides = Sides({}, hooked, verify=False)
     before = values(sides.model)
     sides.split_loss(sides.batches(0))
-    with pytest.raises(UsageError, match="which another stage holds"):
+    with pytest.raises(UsageError, match="which another rank holds"):
         sides.optimizer.step()
     assert all(map(torch.equal, before, values(sides.model)))
 

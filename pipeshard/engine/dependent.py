@@ -21,7 +21,7 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.stages import Stages
 from pipeshard.engine.traces import Traces
-from pipeshard.errors import BatchError, PipeshardError, TraceError
+from pipeshard.errors import BatchError, PipeshardError, TraceError, listed
 from pipeshard.hf import IDS, LABELS, MASK
 from pipeshard.schedule.program import Action, Kind
 
@@ -53,18 +53,21 @@ def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
 def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> str:
     """The error message for microbatch i, which fails with `error` (in `module`, if known)."""
     start, place = sum(part.rows for part in parts[:i]), parts[i].place
-    rows = f"{start} to {start + parts[i].rows - 1}" if place is None else ", ".join(map(str, place.rows))
+    rows = (
+        f"rows {start} to {start + parts[i].rows - 1}" if place is None else f"rows {listed([*map(str, place.rows)])}"
+    )
+    rows = rows if parts[i].rows > 1 else f"row {start if place is None else place.rows[0]}"
     names = cut_inputs(batch)
     where = f" in {module}" if module else ""
     doubtful = [name for name in names if name not in (IDS, MASK, LABELS)] or names
     example = f"{{{doubtful[0]!r}: None}}" if doubtful else "{<name>: None}"
     who, remedy = ("criterion", f"{WHOLE_TENSOR}. ") if raised(error) else ("forward", "")
     return (
-        f"the {who} fails for rows {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch "
-        f"of {batch.rows} rows: {type(error).__name__}{where}: {error}. {remedy}If an input contains row "
-        "indices, pass num_microbatches=1 to PipelinePlugin. If the first dimension of one of "
-        f"{', '.join(names) or 'the inputs'} is not the batch dimension, pass batch_dims instead, for example "
-        f"batch_dims={example} to send the full tensor with every microbatch"
+        f"the {who} fails for {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch of "
+        f"{batch.rows} rows: {type(error).__name__}{where}: {error}. {remedy}If an input contains row indices, pass "
+        "num_microbatches=1 to PipelinePlugin. If the first dimension of "
+        f"{'one of ' * (len(names) != 1)}{', '.join(names) or 'the inputs'} is not the batch dimension, pass "
+        f"batch_dims instead, for example batch_dims={example} to send the full tensor with every microbatch"
     )
 
 

@@ -44,7 +44,7 @@ from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.stages import Stages
 from pipeshard.engine.traces import Doubt, FoundWays, Traces
-from pipeshard.errors import UsageError
+from pipeshard.errors import UsageError, listed
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import without_gradients
@@ -472,7 +472,7 @@ class Pipeline:
     def refuse_blank(self) -> None:
         if self.blank:
             raise UsageError(
-                f"{len(self.blank)} parameters (the first is {min(self.blank)}) have no values yet: with "
+                f"parameters of the model have no values yet ({listed(sorted(self.blank), 3)}): with "
                 "init_weights=False, call booster.load_model(model, <folder>) before the first step"
             )
 

@@ -111,7 +111,7 @@ def prove_loss_rule(
             why = f"failed on a few samples with {type(search.failure).__name__}: {search.failure}"
         elif search.is_of_few:
             why = (
-                f"on {sizes.rows} samples with axes of lengths {sorted(set(sizes.lengths))} is not the same mean or "
+                f"on {sizes.rows} samples{_of_lengths(sizes)} is not the same mean or "
                 "sum as on fewer and shorter samples (does it split the positions, or depend on the number of samples?)"
             )
         what = f"the loss of {type(model).__name__} {why}"
@@ -354,13 +354,13 @@ class _Search:
         """Warn if the rule was not tried at the batch's sizes."""
         if self.is_untried and self.sizes is not None:
             logger.warning(
-                "the loss of %s could not be tested on %d samples with axes of lengths %s (too many values, or "
+                "the loss of %s could not be tested on %d samples%s (too many values, or "
                 "inconclusive losses). Fewer or shorter samples were tested instead. Training is exact unless this "
                 "loss depends on the number or length of the samples (as a mean of chunk means does). To rule this "
                 "out, return (sum, count) from the criterion",
                 type(self.model).__name__,
                 self.sizes.rows,
-                sorted(set(self.sizes.lengths)),
+                _of_lengths(self.sizes),
             )
 
     def _larger(self) -> Batch:
@@ -451,6 +451,10 @@ def _has_views(flow: Dataflow) -> bool:
     rows, same = flow.axes.sizes[0], (0,) * len(flow.axes.sizes)
     shapes = [flow.spec(value).at(same) for value in flow.loss.values]
     return any(shape and shape[0] > rows and shape[0] % rows == 0 for shape in shapes)
+
+
+def _of_lengths(sizes: Sizes) -> str:
+    return f" with axes of lengths {sorted(set(sizes.lengths))}" if sizes.lengths else ""
 
 
 def _longest(batch: Batch) -> int:

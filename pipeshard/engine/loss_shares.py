@@ -145,7 +145,7 @@ class LossShares:
             raise TraceError(
                 f"pipeshard ran the forward of {type(self.model).__name__} on a few samples to find how the microbatch "
                 "losses combine, but the run changed state that pipeshard cannot restore. Store all Python state that "
-                "the forward changes in attributes of the model or the criterion"
+                "the forward or the criterion changes in attributes of the model or the criterion"
             )
         return rule
 
@@ -196,7 +196,7 @@ class LossShares:
         if len(set(table[:, 1].tolist())) > 1:
             raise BatchError(
                 f"this replica combines its microbatch losses with {rule}, but another replica uses a different rule: "
-                "pass batches of the same kind to all replicas, either with labels or without"
+                "pass batches of the same kind to all replicas (for example, all with labels)"
             )
         return float(table[:, 0].sum())
 

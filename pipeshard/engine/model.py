@@ -257,9 +257,9 @@ class PipelineModel(nn.Module):
         if self.whole is not None:
             return self.whole.call(args, kwargs)
         raise UsageError(
-            f"this process holds only stage {self.pipeline.rank} of {self.pipeline.num_stages} (with tp_size or fsdp, "
-            "only shards of this stage), but model(...) needs the full model: use execute_pipeline(..., "
-            "return_outputs=True), under torch.no_grad() for evaluation"
+            f"this process holds only a part of the model (rank {self.pipeline.rank} of {self.pipeline.num_stages} in "
+            "its pipeline; with tp_size or fsdp, only shards), but model(...) needs the full model: use "
+            "execute_pipeline(..., return_outputs=True), under torch.no_grad() for evaluation"
         )
 
 

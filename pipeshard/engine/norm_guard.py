@@ -94,7 +94,7 @@ class NormGuard(Guard):
         if held and (shard := gradients.shard_of(held)):
             raise UsageError(
                 f"torch.nn.utils.{function} got shards of gradients, such as a shard of the gradient of {shard}, so "
-                f"each rank would scale its gradients by a different factor. {gradients.remedy}"
+                f"each rank would compute a different norm. {gradients.remedy}"
             )
         if self._is_single:
             return
@@ -116,9 +116,9 @@ def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str
     if elsewhere in gradients.weights:  # with ZeRO, all replicas hold it
         own, other, kind = f"that replica {grid.replica} of {grid.dp_size} updates", "updates", "replica"
     else:
-        own, other, kind = f"of stage {grid.stage} of {grid.pp_size}", "holds", "stage"
+        own, other, kind = f"of rank {grid.stage} of {grid.pp_size} in its pipeline", "holds", "rank"
     return (
         f"torch.nn.utils.{function} got only the gradients {own}. Their norm includes {here}, but not {elsewhere}, "
-        f"which another {kind} {other}, so each {kind} would scale its gradients by a different factor. "
+        f"which another {kind} {other}, so each {kind} would compute a different norm. "
         f"{gradients.remedy}"
     )

@@ -126,7 +126,7 @@ class PipelineOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
             "an optimizer of a boosted model cannot be copied or pickled, because it contains the state of only one "
-            "stage: save it with booster.save_optimizer(optimizer, folder, shard=True)"
+            "rank: save it with booster.save_optimizer(optimizer, folder, shard=True)"
         )
 
     @property
@@ -338,8 +338,8 @@ class PipelineOptimizer(Optimizer):
         newest = _newest[self.optim]() or self
         if not (self.is_stepping or newest.is_stepping) and (self._shares or not self.is_plain):
             raise UsageError(
-                f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "
-                "call step() on the optimizer that booster.boost(...) returned"
+                f"this {kind} was passed to boost (alone or inside another optimizer), and its own step does not clip, "
+                "unscale or synchronize its updates: call step() on the optimizer that booster.boost(...) returned"
             )
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -492,8 +492,13 @@ class PipelineOptimizer(Optimizer):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a loss that `model(...)` returned. Raises UsageError if the model is split
         (pp_size > 1), or if the loss does not require a gradient."""
-        if self._backward is None or not loss.requires_grad:
+        if self._backward is None:
             raise UsageError(BACKWARD)
+        if not loss.requires_grad:
+            raise UsageError(
+                "the loss does not require a gradient. If it is from model(...), compute it with gradients enabled and "
+                f"with parameters that are not frozen. If it is from execute_pipeline: {BACKWARD}"
+            )
         self._backward(loss)
 
 

@@ -56,14 +56,14 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         return
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
-            f"{name} computes its update direction from the gradients of all parameters together, but each rank has "
-            "only some of the gradients: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and "
-            "fsdp"
+            f"{name} computes its update direction from the gradients of all parameters together, but each rank "
+            "updates only a part of the parameters: use another optimizer, or pp_size=1 without tp_size, ep_size, "
+            "zero_stage and fsdp"
         )
     if aligned := sorted(options_per_parameter(optimizer)):
         raise ConfigurationError(
-            f"a parameter group of {name} has the option {aligned[0]!r} with one value for each parameter, but each "
-            "rank has only some of the parameters, so the values would apply to the wrong parameters: put parameters "
+            f"a parameter group of {name} has the option {aligned[0]!r} with one value for each parameter, but a rank "
+            "may update only some of the parameters, and the values would then apply to the wrong ones: put parameters "
             "with different values into different groups, use another optimizer, or use pp_size=1 without tp_size, "
             "ep_size, zero_stage and fsdp"
         )
@@ -99,7 +99,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         raise ConfigurationError(
             f"{name} couples parameters: the update of a parameter depends on other parameters (through a norm or an "
             "estimate over all parameters, random numbers, or the optimizer's own list of parameters), but each rank "
-            "has only some of the parameters. Keep per-parameter state in self.state[parameter], turn off the "
+            "updates only a part of the parameters. Keep per-parameter state in self.state[parameter], turn off the "
             "optimizer's own clipping (timm's Lamb: max_grad_norm=None; max_norm clips by the norm of the whole "
             "model), use another optimizer, or use pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
         )

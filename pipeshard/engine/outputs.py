@@ -101,8 +101,8 @@ class Outputs:
             is_wanted = not name or (self.function is None and self._takes(name))  # a function may not read this part
             if is_wanted and (is_split or (is_cut and self.function is None)):
                 raise UsageError(
-                    f"return_outputs={self} requests the model's output{name and ' '}{name}, a {kind}, whose tensors "
-                    "cannot be collected from stages and microbatches. Return a dict, a tuple, a named tuple or a "
+                    f"return_outputs={self} requests the model's output{name and ' '}{name} ({kind}), whose tensors "
+                    "cannot be collected from stages or microbatches. Return a dict, a tuple, a named tuple or a "
                     "transformers ModelOutput from forward, register the class with "
                     "torch.utils._pytree.register_pytree_node, or pass return_outputs='loss' or False"
                 )
@@ -179,7 +179,8 @@ class Outputs:
         except Exception as error:  # raised after the step, since other stages wait for this stage
             self._failure = UsageError(
                 f"the function passed as return_outputs failed on the output of microbatch {len(self.kept)} "
-                f"({summary(error)}). The step itself completed, and its gradients are valid: fix the function"
+                f"({summary(error)}). The step itself completed, so the gradients of a training step are valid: fix "
+                "the function"
             )
             self._failure.__cause__ = error
 
@@ -234,7 +235,7 @@ class Outputs:
         lists = [tree_tensors(node) for node in nodes if isinstance(node, list)] if not flow.axes.groups else []
         for tensor, *_ in filter(None, lists):
             name = next(name for name, leaf in named if leaf is tensor)
-            raise _unmergeable(name, f"is in a list of {rows} entries, as many as the microbatch has samples")
+            raise _unmergeable(name, f"is in a list with one entry per sample of the microbatch ({rows} in all)")
 
     def _joined(self, name: str, column: Sequence[np.ndarray], flow: Dataflow) -> np.ndarray:
         """Merge an output's numpy arrays of all microbatches along their batch dimension. Arrays of objects or strings,
@@ -350,8 +351,8 @@ def _refuse_unmergeable(path: str, spec: TensorSpec, is_computed: bool) -> None:
 
 def _unmergeable(path: str, why: str) -> UsageError:
     return UsageError(
-        f"the model's output {path} cannot be merged for the whole batch: it {why}. Request only other fields "
-        "(return_outputs=[...]), pass a function fn(output, microbatch), or use one microbatch"
+        f"the model's output{path and ' '}{path} cannot be merged for the whole batch: it {why}. Request only other "
+        "fields (return_outputs=[...]), pass a function fn(output, microbatch), or use one microbatch"
     )
 
 
@@ -361,4 +362,4 @@ def _same(name: str, column: Sequence[Any]) -> Any:
     equal = torch.equal if isinstance(first, Tensor) else np.array_equal if isinstance(first, np.ndarray) else eq
     if all(equal(first, other) for other in column[1:]):
         return first
-    raise _unmergeable(name, "differs between microbatches, and has no batch dimension")
+    raise _unmergeable(name, "differs between microbatches, and is not a numeric array with a batch dimension")

@@ -96,7 +96,7 @@ class HeldParameters:
                 raise UsageError(
                     f"the parameter {name} was {str(self.dtypes[name])[6:]} at boost, but is "
                     f"{str(parameter.dtype)[6:]} now: cast the model before boost, or pass precision='bf16' or 'fp16' "
-                    "to PipelinePlugin. If you cast the model for an evaluation, cast it back before training"
+                    "to PipelinePlugin. If you cast the model for an evaluation, cast it back before the next step"
                 )
 
     def trained(self) -> dict[str, bool]:

@@ -147,9 +147,9 @@ class Ragged:
         totals = self._totals(_shapes(batch))
         if ENCODER not in totals:
             raise BatchError(
-                f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so "
-                "pipeshard cannot determine the lengths of the samples. Pass the batch as a dict of the forward's "
-                "arguments, or use num_microbatches"
+                f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds with a sequence dimension, only "
+                f"{list(batch.paths)}, so pipeshard cannot determine the lengths of the samples. Pass the batch as a "
+                "dict of the forward's arguments, or use num_microbatches"
             )
         return {name: self._side(name, batch, total) for name, total in totals.items()}
 

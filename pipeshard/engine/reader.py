@@ -131,7 +131,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
     if not same_batch or len({report.mode for report in reports}) > 1:
         said = gather_objects((mode, [path for batch in read for path in batch.paths]), grid.world)
         table = "; ".join(
-            f"{grid.named(r)}: {report.rows} samples (digest {report.digest:014x}), {said[r][0]}"
+            f"{grid.named(r)}: batch size {report.rows} (digest {report.digest:014x}), {said[r][0]}"
             for r, report in enumerate(reports)
         )
         paths = [{path for _, own in said[first : first + size] for path in own} for first in range(0, len(said), size)]
@@ -141,10 +141,16 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             "another model, which only the last stage's rank receives, must be broadcast to the other ranks "
             "(docs/training.md has an example). "
         )
+        if same_batch:
+            raise BatchError(
+                f"all ranks must run a step in the same mode, but these ranks differ: {table}. On every rank, pass "
+                "the same arguments to execute_pipeline, use the same grad mode (torch.no_grad()), and call either "
+                "model.train() or model.eval()"
+            )
         raise BatchError(
-            f"the stages of one pipeline must read the same batch in the same mode, but these ranks differ: {table}. "
+            f"the stages of one pipeline must read the same batch, but these ranks differ: {table}. "
             f"{lone if missing else ''}"
-            "Give every rank the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
+            "Give all stages the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
             "batch_size, shuffle, seed) or, in a Trainer, self.accelerator.prepare(DataLoader(...)). Your own "
             "DataLoader must not shard the data across stages (as DistributedSampler does by default, or accelerate's "
             "own Accelerator). If it shuffles, or if its dataset or collator uses random numbers, use the same seed on "
@@ -205,10 +211,10 @@ class Reader:
         if agreement.repeated and self.grid.first and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "replicas %s read the same batch in this step, so they train on fewer different samples than they read."
-                " Give each replica its own part of the data: use plugin.prepare_dataloader(dataset, batch_size), or "
-                "pass your own DataLoader a DistributedSampler with num_replicas=plugin.grid.dp_size and "
-                "rank=plugin.grid.replica",
+                "replicas %s read batches in this step that other replicas also read, so the replicas train on fewer "
+                "different samples than they read. Give each replica its own part of the data: use "
+                "plugin.prepare_dataloader(dataset, batch_size), or pass your own DataLoader a DistributedSampler with "
+                "num_replicas=plugin.grid.dp_size and rank=plugin.grid.replica",
                 ", ".join(map(str, agreement.repeated)),
             )
 
@@ -219,15 +225,15 @@ class Reader:
     def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):
             raise BatchError(
-                f"execute_pipeline expects an iterator of batches, got a {type(data_iter).__name__}: pass "
-                "iter(dataloader), created once per epoch, or iter([batch])"
+                f"execute_pipeline expects an iterator of batches, got an object of class {type(data_iter).__name__}: "
+                "pass iter(dataloader), created once per epoch, or iter([batch])"
             )
         try:
             data = next(data_iter)
         except StopIteration:
             raise BatchError(
                 "the data iterator is exhausted: create a new one with iter(dataloader) for every epoch, and call "
-                "execute_pipeline len(dataloader) times per epoch"
+                "execute_pipeline len(dataloader) times per epoch (divided by num_batches, if you pass it)"
             ) from None
         if isinstance(data, Batch):
             return self.precision.of_batch(data)

@@ -164,7 +164,9 @@ class Recording(Timetable):
             return replace(found, memory=tuple(memory), samples=samples, tokens=tokens)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = summary(error)
-            raise ConfigurationError(f"{path} is not a step recording: {reason}") from error
+            raise ConfigurationError(
+                f"{path} cannot be read as a step recording ({reason}): pass a file that recording.save(path) wrote"
+            ) from error
 
     @classmethod
     def collect(

@@ -15,7 +15,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, takes_outputs_alone
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import texts_of
-from pipeshard.errors import BatchError, ConfigurationError, UsageError
+from pipeshard.errors import BatchError, ConfigurationError, UsageError, listed
 from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
 from pipeshard.hf import IMPLEMENTATIONS, adds_noise, has_adapters, recomputes, rope_limit
@@ -76,20 +76,20 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("bitsandbytes."):
             raise ConfigurationError(
-                f"{name} is a bitsandbytes {type(module).__name__}, whose forward replaces its weight. Create the "
-                "model with PipelinePlugin.from_pretrained(cls, folder, "
+                f"{name} is a bitsandbytes {type(module).__name__}, which stages cannot hold. For a quantized model, "
+                "call PipelinePlugin.from_pretrained(cls, folder, "
                 "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
             )
         if getattr(getattr(module, "config", None), IMPLEMENTATIONS[0], None) == "flex_attention":
             raise ConfigurationError(
-                f"{name or 'the model'} ({type(module).__name__}) uses attn_implementation='flex_attention', a "
-                "higher-order operator, which a trace does not support: call "
+                f"{name or 'the model'} ({type(module).__name__}) uses attn_implementation='flex_attention', whose "
+                "higher-order operator a trace does not support: call "
                 "model.set_attn_implementation('sdpa') before boost"
             )
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigurationError(
-                f"{name or 'the model'} is an nn.SyncBatchNorm, which would wait in each microbatch for ranks that run "
-                "other layers: use nn.BatchNorm1d or nn.BatchNorm2d (omit convert_sync_batchnorm), optionally with "
+                f"{name or 'the model'} is an nn.SyncBatchNorm, which would wait in each microbatch for ranks that may "
+                "run other layers: use nn.BatchNorm1d, 2d or 3d (omit convert_sync_batchnorm), optionally with "
                 "deferred_batch_norm=True, which updates running statistics once per step from the whole batch"
             )
         for kind, instead in refused.items():
@@ -101,10 +101,10 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     for name, module in model.named_modules():  # after the refusal of quantized layers, whose models have such hooks
         if hook := vars(module).get("_hf_hook"):
             raise ConfigurationError(
-                f"{name or 'the model'} has accelerate's hook {type(hook).__name__}, as with from_pretrained("
-                "device_map=...), which moves inputs to a fixed device, but each stage is on the device of its rank: "
-                "omit device_map (PipelinePlugin.from_pretrained loads only the weights of each stage), or call "
-                "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+                f"{name or 'the model'} has accelerate's hook {type(hook).__name__}, as with "
+                "from_pretrained(device_map=...). Such a hook may move tensors to a fixed device, but each stage is on "
+                "the device of its rank: omit device_map (PipelinePlugin.from_pretrained loads only the weights of "
+                "each stage), or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
             )
     return model
 
@@ -152,9 +152,9 @@ def refuse_blank_adapters(model: nn.Module) -> None:
     blank = [name for name, p in model.named_parameters() if p.is_meta and name not in known]
     if blank:
         raise ConfigurationError(
-            f"{len(blank)} adapter parameters are on meta (the first is {blank[0]}), so the values that peft assigned "
-            "to them are lost. Add one adapter to a meta model with booster.enable_lora(model, lora_config=...), which "
-            "keeps the adapter on the CPU, or load the model with its weights, and add adapters without peft's "
+            f"adapters have parameters on meta ({listed(blank, 3)}), so the values that peft assigned to these "
+            "parameters are lost. Add one adapter to a meta model with booster.enable_lora(model, lora_config=...), "
+            "which keeps the adapter on the CPU, or load the model with its weights, and add adapters without peft's "
             "low_cpu_mem_usage"
         )
 
@@ -184,7 +184,8 @@ def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
     model."""
     if criterion is not None and not callable(criterion):
         raise ConfigurationError(
-            f"the criterion must be callable as criterion(outputs, inputs), got a {type(criterion).__name__}"
+            "the criterion must be callable as criterion(outputs, inputs), got an object of class "
+            f"{type(criterion).__name__}"
         )
     if criterion is not None and not hasattr(criterion, "of_batch"):
         takes_outputs_alone(criterion)
@@ -195,8 +196,8 @@ def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
     if foreign:
         raise ConfigurationError(
             f"the criterion ({type(criterion).__name__}) has trainable parameters of its own (the first is "
-            f"{foreign[0]}), and no stage would train them: make the criterion a submodule of a model that computes "
-            "the loss in its forward, or freeze the criterion's parameters"
+            f"{foreign[0]}), but a pipeline trains only the parameters of the model: make the criterion a submodule of "
+            "a model that computes the loss in its forward, or freeze the criterion's parameters"
         )
 
 
@@ -231,7 +232,7 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module], is_boosted:
     if is_boosted:
         raise UsageError(
             f"{what} boost has split this forward into units: call model.gradient_checkpointing_enable() before "
-            "booster.boost, or pass recompute=True instead"
+            "booster.boost, or pass recompute=True to the plugin"
         )
     raise ConfigurationError(
         f"{what} a cut or a CutPoint inside {name} splits this forward into units: cut after {name}, or call "
@@ -267,8 +268,7 @@ def refuse_differentiable(batches: Iterable[Batch], num_stages: int, num_microba
     for path, leaf in ((path, leaf) for batch in batches for path, leaf in batch.tensors.items()):
         if leaf.requires_grad and (num_stages > 1 or (num_microbatches > 1 and not leaf.is_leaf)):
             raise BatchError(
-                f"{path} of the batch requires a gradient, but a pipeline computes only the gradients of the model's "
-                f"parameters: pass {path}.detach(). If a module computes this input, make the module a part of the "
-                "model. For the gradient of an input, use pp_size=1 and pass a leaf tensor "
-                "(x.detach().requires_grad_())"
+                f"{path} of the batch requires a gradient, but this gradient would be lost: pass {path}.detach(). If a "
+                "module computes this input, make the module a part of the model. For the gradient of an input, use "
+                "pp_size=1 and pass a leaf tensor (x.detach().requires_grad_())"
             )

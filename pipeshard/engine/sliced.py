@@ -89,8 +89,9 @@ def _joint(value: Value, head: Microbatch, slices: Sequence[Microbatch], rows: i
     if joint is None:
         unit = head.route.flow.calls[value.call].unit
         raise ConfigurationError(
-            f"num_slices: the loss needs result {value.leaf} of unit {unit}, which has shape {whole} for the whole "
-            f"sequence; the shapes of its slices, {', '.join(map(str, parts))}, cannot be merged. {OTHER}"
+            f"num_slices: the loss or a requested output needs result {value.leaf} of unit {unit}, which has shape "
+            f"{whole} for the whole sequence; the shapes of its slices, {', '.join(map(str, parts))}, cannot be "
+            f"merged. {OTHER}"
         )
     return joint
 

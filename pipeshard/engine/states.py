@@ -77,8 +77,8 @@ def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> 
         name = type(optim).__name__
         raise ConfigurationError(
             f"{name} created its state {unknown[0]!r} in its constructor, when the model was on meta, so this state "
-            "has no values: create the states in the first step, as most optimizers do, or load the model with its own "
-            "class's from_pretrained instead of PipelinePlugin.from_pretrained, so that the model is not on meta"
+            "has no values: create the states in the first step, as most optimizers do, or create the optimizer for a "
+            "model that is not on meta (load it with its own class's from_pretrained, not PipelinePlugin's)"
         )
     return {**state, **{key: torch.full_like(value, start[key], device=device) for key, value in blank.items()}}
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.guard import Guard
-from pipeshard.errors import UsageError
+from pipeshard.errors import UsageError, listed
 
 
 class StepGuard(Guard):
@@ -71,9 +71,9 @@ def _check_related(optimizer: Optimizer, named: Mapping[Tensor, str], gradients:
             weight = gradients.weights.get(name)
             if weight is not None and not weight.plain and parameter is not weight.master:
                 raise UsageError(
-                    f"the step of {type(stepping.optim).__name__} calls the step of a {kind} whose param_groups "
-                    f"contain {name} instead of the tensor that boost put into the outer optimizer: use the same "
-                    "param_groups for both optimizers (self.param_groups = self.base_optimizer.param_groups)"
+                    f"the step of {type(stepping.optim).__name__} calls the step of another optimizer ({kind}), whose "
+                    f"param_groups contain {name} instead of the tensor that boost put into the outer optimizer: use "
+                    "the same param_groups for both optimizers (self.param_groups = self.base_optimizer.param_groups)"
                 )
         return
     for other in gradients.optimizers:
@@ -88,12 +88,11 @@ def _check_related(optimizer: Optimizer, named: Mapping[Tensor, str], gradients:
                 f"weights, shards or replicas: pass the whole {kind} to boost instead, and call step() on the returned "
                 "optimizer"
             )
-    name = next(iter(named.values()))
     raise UsageError(
-        f"this {kind} was not boosted, but its step would update {name} and {len(named) - 1} other parameters of a "
-        "boosted model without max_norm, the loss scale and fp32 master weights. Pass the optimizer to "
-        "pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it later with model, "
-        "optimizer, *_ = engine.boost(model, optimizer). Call step() on the returned optimizer"
+        f"this {kind} was not boosted, but its step would update parameters of a boosted model "
+        f"({listed([*named.values()], 3)}) without max_norm, the loss scale and fp32 master weights. Pass the "
+        "optimizer to pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it "
+        "later with model, optimizer, *_ = engine.boost(model, optimizer). Call step() on the returned optimizer"
     )
 
 

@@ -57,6 +57,11 @@ NEW = (
     "an object with a method __call__, and pass tensors in the batch, under keys with the prefix 'criterion.'"
 )
 
+UNTRACED = (
+    "a rank could not trace a batch. To see the error, pass dry_run_input=<a batch of this kind> to PipelinePlugin: "
+    "boost then traces this batch on every rank"
+)
+
 
 class FoundWays(NamedTuple):
     """The ways of the microbatches of several batches, in one state of the model and the criterion."""
@@ -267,7 +272,7 @@ class Traces:
     def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
         """The report on these ways for the other ranks."""
         if found is None:
-            return Said([], [], failure or "a batch could not be traced")
+            return Said([], [], failure or UNTRACED)
         try:
             lines = [plain(lines_of(way, self.policy, outputs)) for way in found.all]
         except TraceError as error:

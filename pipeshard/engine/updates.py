@@ -356,9 +356,9 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
                 where = title.rpartition(" ")[0]
                 return (
                     f"{key} of {where} is {value!r} on {named(having[0])}, but {told[other][title].get(key)!r} on "
-                    f"{named(other)}, so stages would train differently. Compute this option from a value that all "
-                    "ranks have: the loss that execute_pipeline returns, optimizer.get_grad_norm() (called on every "
-                    "rank), or a value that you broadcast"
+                    f"{named(other)}, so these ranks would train differently. Compute this option from a value that "
+                    "all ranks have: the loss that execute_pipeline returns, optimizer.get_grad_norm() (called on "
+                    "every rank), or a value that you broadcast"
                 )
     return ""
 
@@ -389,10 +389,18 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
     other = next((k for k, values in enumerate(written) if not _is_close(tuple(values), tuple(written[0]))), 0)
     if other == 0:
         return ""
-    shown = (f"{min(having[k][1])} using {written[k][0]:.6g} on {named(having[k][0])}" for k in (0, other))
+    shown = (
+        f"{min(having[k][1])} using {_first_other(written[k], written[o]):.6g} on {named(having[k][0])}"
+        for k, o in ((0, other), (other, 0))
+    )
     return (
         f"the training loop modified parameters after it had read several parameters: {' and '.join(shown)}. {NUMBERED}"
     )
+
+
+def _first_other(values: Sequence[float], others: Sequence[float]) -> float:
+    """The first of the `values` that is not close to one of the `others`, or the first value."""
+    return next((v for v in values if not any(_is_close(v, other) for other in others)), values[0])
 
 
 def alike(factors: Iterable[float | None], tolerance: float = NEAR) -> bool:

@@ -249,7 +249,7 @@ def test_an_output_of_an_unknown_class_is_refused(pool: Pool) -> None:
     NaN in the place of what other stages have."""
     for p in (1, 2):
         for text in pool.run(bundled, p):
-            assert "return_outputs=True requests the model's output, a Bundle" in text
+            assert "return_outputs=True requests the model's output (Bundle)" in text
 
 
 class Nests(Bundles):
@@ -272,7 +272,7 @@ def test_an_object_of_an_unknown_class_in_an_output_is_refused(pool: Pool) -> No
     have."""
     for p, request in ((1, True), (2, ["beside", "logits"])):
         for text in pool.run(nested, p, request):
-            assert f"return_outputs={request} requests the model's output ['beside'], a Bundle" in text
+            assert f"return_outputs={request} requests the model's output ['beside'] (Bundle)" in text
 
 
 @dataclass

@@ -311,7 +311,10 @@ MISTAKES = {
         prepare,
     ),
     "other modes": Mistake(
-        (ERRORS + "`BatchError`: ranks that",), "BatchError: .*same batch in the same mode", other_modes, evaluate
+        (ERRORS + "`BatchError`: ranks that",),
+        "BatchError: all ranks must run a step in the same mode",
+        other_modes,
+        evaluate,
     ),
     "a missing folder": Mistake(
         (ERRORS + "`CheckpointError`: a path",), "CheckpointError: .*does not exist", load_nothing, save_and_load
