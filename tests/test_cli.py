@@ -312,7 +312,7 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
         ([*MODEL, *SIZES, "--device-speed", "1,2,3,4,5"], "error: device_speed='1,2,3,4,5' has 5 values for 2 ranks"),
         (
             [*MODEL, *SIZES, "--partition", "speed:1"],
-            "error: partition='speed:1' has 1 speeds for 2 ranks: pass one speed per rank",
+            "error: partition='speed:1' has 1 speed for 2 ranks: pass one speed per rank",
         ),
         ([*MODEL, *SIZES, "--slices", "--schedule", "zbv"], "error: schedule 'zbv' does not support slices"),
         ([*MODEL, *SIZES, "--lora", "2", "--quantize", "nf5"], "error: quantize='nf5' is unknown: did you mean nf4"),

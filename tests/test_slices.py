@@ -266,7 +266,7 @@ def of_class(kind: str) -> str:
         ),
         ("padded", "BatchError: num_slices: this batch has padding, and slices of RobertaForCausalLM with padding"),
         ("encoder", "ConfigurationError: num_slices: T5ForConditionalGeneration has an encoder"),
-        ("no cache", "ConfigurationError: num_slices: the forward of Sequential takes no past_key_values"),
+        ("no cache", "ConfigurationError: num_slices: Sequential has no config, so a slice"),
         ("checkpointing", "ConfigurationError: num_slices: transformers' own gradient checkpointing"),
         ("neftune", "ConfigurationError: the scale of the noise that NEFTune adds to the output of model.embed_tokens"),
         ("packed", "BatchError: num_slices: position_ids restart within a sample"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, listed
 from pipeshard.graph.nodes import nodes_from
 from pipeshard.graph.places import format_path
 from pipeshard.graph.snapshot import Snapshot
@@ -40,10 +40,10 @@ def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -
     places = _places(criterion)
     names = sorted(places.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}") for leaf in foreign)
     return ConfigurationError(
-        f"the loss trains tensors that the model does not contain: {names[0]} is the first of {len(foreign)}. Only the "
-        "last stage computes the loss, so the other ranks would have no gradients for these tensors. Make their module "
-        "a submodule of the model, compute the loss in the model's forward, and pass the model's parameters to the "
-        "optimizer. Or freeze these tensors with requires_grad_(False)"
+        f"the loss trains tensors that the model does not contain ({listed(names, 3)}), but a pipeline trains only the "
+        "model's parameters. Make the module of these tensors a submodule of the model, compute the loss in the "
+        "model's forward, and pass the model's parameters to the optimizer. Or freeze these tensors with "
+        "requires_grad_(False)"
     )
 
 

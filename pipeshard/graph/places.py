@@ -328,8 +328,9 @@ def _text(state: Any) -> bytes:
 def _set_state(generator: Any, state: Any) -> None:
     if _is_iterator(generator):
         raise TraceError(
-            f"a forward reads from an iterator ({type(generator).__name__}) that cannot be rewound, so several stages "
-            "cannot read the same items: count in an attribute (self.step += 1), and index a list with this attribute"
+            f"a forward reads from an iterator ({type(generator).__name__}) that cannot be rewound, so the trace and "
+            "the stages cannot read the same items: count in an attribute (self.step += 1), and index a list with this "
+            "attribute"
         )
     if isinstance(generator, ContextVar):
         generator.set(None if state is MISSING else state)

@@ -149,8 +149,8 @@ class Tracer:
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
         with explained(
             lambda error: TraceError(
-                f"tracing the criterion failed: {summary(error)}. pipeshard called criterion(output, batch) with the "
-                f"output of {type(self.model).__name__} for {batch.rows} samples, and the batch of these samples. "
+                f"tracing the criterion failed: {summary(error)}. pipeshard called criterion(output, batch) with a "
+                f"batch of size {batch.rows} and the output of {type(self.model).__name__} for this batch. "
                 f"{WHOLE_TENSOR}"
             ),
             but=(PipeshardError,),

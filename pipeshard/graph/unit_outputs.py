@@ -211,8 +211,8 @@ def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> Non
         target = resolve_from(source.place, unit, arguments)
         if target.is_leaf and target.requires_grad:
             raise TraceError(
-                f"the forward of a {type(unit).__name__} modifies {format_path(source.place[1:])}, which is trained, "
-                "but the backward of an earlier microbatch needs the old values. Modify weights after "
+                f"the forward of {type(unit).__name__} modifies {format_path(source.place[1:])}, which is trained, "
+                "but the backward of an earlier microbatch may need the old values. Modify weights after "
                 "optimizer.step(), or compute new tensors from the weights in the forward (torch.nn.utils.parametrize)"
             )
         target.copy_(content)

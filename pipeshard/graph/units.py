@@ -63,8 +63,8 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
     value = args[0] if args else None
     if isinstance(value, Tensor) and value.shape[:1] != (rows,):
         raise TraceError(
-            f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 does not count the {rows} "
-            "samples of the batch: call the CutPoint where dimension 0 counts the samples, or use `(x,) = cut((x,))`"
+            f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 does not count the samples "
+            f"of the batch ({rows}): call the CutPoint where dimension 0 counts the samples, or use `(x,) = cut((x,))`"
         )
 
 

@@ -43,7 +43,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_
         kind = KINDS.get(type(layer))
         if kind is None:
             raise ConfigurationError(
-                f"num_slices: layer {number} of {type(model).__name__} keeps a {type(layer).__name__} in its cache, "
+                f"num_slices: the cache of layer {number} of {type(model).__name__} has class {type(layer).__name__}, "
                 "which slices do not support. Use num_slices=1"
             )
         if kind is not DummyLayer:

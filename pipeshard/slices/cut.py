@@ -57,8 +57,9 @@ def sequence_of(batch: Batch) -> int:
         if leaf is not None and leaf.ndim > 1:
             return leaf.shape[1 if leaf.is_floating_point() else -1]
     raise BatchError(
-        f"num_slices: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so pipeshard cannot "
-        "determine the sequence length. Pass the batch as a dict of the forward's arguments, or use num_slices=1"
+        f"num_slices: the batch has neither {IDS} nor inputs_embeds with a sequence dimension, only "
+        f"{list(batch.paths)}, so pipeshard cannot determine the sequence length. Pass the batch as a dict of the "
+        "forward's arguments, or use num_slices=1"
     )
 
 

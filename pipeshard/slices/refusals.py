@@ -27,9 +27,11 @@ def refuse_unsliceable(model: nn.Module) -> None:
     """Raise ConfigurationError for a model whose forward cannot continue from the cache of an earlier slice."""
     base = without_adapters(model)[1]
     name = type(base).__name__
-    if config_of(base) is None or cache_argument(model) is None:
+    has_config = config_of(base) is not None
+    if not has_config or cache_argument(model) is None:
+        takes_none = f"the forward of {name} takes no {' or '.join(LAYER_CACHES)}"
         raise ConfigurationError(
-            f"num_slices: the forward of {name} takes no {' or '.join(LAYER_CACHES)}, so a slice cannot read the "
+            f"num_slices: {takes_none if has_config else f'{name} has no config'}, so a slice cannot read the "
             "results of earlier slices. Use num_slices=1"
         )
     if is_encoder_decoder(base):

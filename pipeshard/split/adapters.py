@@ -53,9 +53,10 @@ def refuse_changed_blank(model: nn.Module) -> None:
     moved = [n for n, (_, at) in noted.items() if n in names and (names[n], folder) != (at.name, at.folder)]
     for changed, how, instead in ((written, "modified", AFTER_BOOST), (moved, "moved to another name or model", "")):
         if changed:
+            these = "this parameter was" if len(changed) == 1 else "these parameters were"
             raise ConfigurationError(
-                f"these parameters were {how} before boost: {listed(changed, 3)}. PipelinePlugin.from_pretrained "
-                "created them without values, and boost loads the checkpoint's values by name. Load the "
+                f"{these} {how} before boost: {listed(changed, 3)}. PipelinePlugin.from_pretrained creates parameters "
+                "without values, and boost loads the checkpoint's values by name. Load the "
                 f"{type(without_adapters(model)[1]).__name__} with its own class's from_pretrained, which reads all "
                 f"weights in every process{instead}"
             )
@@ -66,9 +67,9 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
     itself: boost loads the checkpoint only into the model that from_pretrained returned."""
     if (noted := _noted(model)) and not getattr(model, "_pretrained", None):
         raise ConfigurationError(
-            f"PipelinePlugin.from_pretrained created these parameters without values: {listed([*noted], 3)}. Boost "
-            "loads the checkpoint only if you boost the model that from_pretrained returned, but not as a part of "
-            f"another model ({type(model).__name__}). Load the part with its own class's from_pretrained, which reads "
+            f"PipelinePlugin.from_pretrained created parameters without values: {listed([*noted], 3)}. Boost loads "
+            "the checkpoint only into the model that from_pretrained returned, not into a model that contains it "
+            f"({type(model).__name__}). Load the contained model with its own class's from_pretrained, which reads "
             "all weights in every process, or pass init_weights=False to the plugin and load all weights with "
             "booster.load_model"
         )
@@ -79,7 +80,7 @@ def refuse_blank(model: nn.Module) -> None:
     targets without boost, since only boost loads the checkpoint."""
     if noted := _noted(model):
         raise ConfigurationError(
-            f"PipelinePlugin.from_pretrained created these parameters without values: {listed([*noted], 3)}. This "
+            f"PipelinePlugin.from_pretrained created parameters without values: {listed([*noted], 3)}. This "
             "target would initialize them randomly, because only boost loads the checkpoint. Load the model with its "
             "own class's from_pretrained, which reads all weights in every process, or use target='colossalai', which "
             "calls boost"

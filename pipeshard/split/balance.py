@@ -39,15 +39,16 @@ def balance(
     starts = [k for k in range(len(costs)) if k == 0 or k not in forbidden]
     if len(starts) < num_stages:
         why = f"; not every cut is possible: {next(iter(forbidden.values()))}" if forbidden else ""
-        asked, remedy = f"pp_size={num_stages}", f"pp_size <= {len(starts)}"
+        most = max(1, len(starts))
+        asked, remedy = f"pp_size={num_stages}", f"pp_size={most}" if most == 1 else f"pp_size <= {most}"
         chunks = num_stages // len(set(ranks or range(num_stages)))
         if chunks > 1:
             asked = f"the {num_stages} of pp_size={num_stages // chunks} with {chunks} stages per rank"
             remedy += " with schedule='1f1b', which has one stage per rank"
         raise PartitionError(
-            f"the model makes {len(costs)} unit calls, which can be split into at most {len(starts)} stages, fewer "
-            f"than {asked}{why}. Use {remedy}, or cut inside a unit, such as a layer: pass partition=[...] with the "
-            "names of the modules to cut after"
+            f"the model makes {len(costs)} unit call{'s' * (len(costs) != 1)}, which can be split into at most {most} "
+            f"stage{'s' * (most != 1)}, fewer than {asked}{why}. Use {remedy}, or cut inside a unit, such as a layer: "
+            "pass partition=[...] with the names of the modules to cut after"
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]

@@ -60,16 +60,22 @@ def initialize(
     missing -= {name for name, is_known in buffers.items() if is_known}
     if missing:
         first = min(missing)
-        why = (
-            "no _init_weights of a PreTrainedModel sets this tensor, and the tensor's module has no reset_parameters()"
+        fills, load = (
+            "fills all of a module's own tensors",
+            "pass init_weights=False and load all weights with load_model",
         )
-        raise ConfigurationError(
-            f"{len(missing)} tensors on meta were not initialized (the first is {first} of "
-            f"{type(model.get_submodule(first.rpartition('.')[0])).__name__}): "
-            f"{'init_weights=fn did not write to it' if callable(rule) else why}. Add a reset_parameters(), pass "
-            "PipelinePlugin(init_weights=fn) with an fn(module, name) that fills all of a module's own tensors, or "
-            "pass init_weights=False and load all weights with booster.load_model"
+        why = "neither the _init_weights of a PreTrainedModel nor the module's reset_parameters() writes to it"
+        remedy = (
+            f"Add a reset_parameters(), pass PipelinePlugin(init_weights=fn) with an fn(module, name) that {fills}, or "
+            f"{load}"
         )
+        if first not in parameters:
+            remedy = "Add a reset_parameters() that sets it, or build the model under accelerate's init_empty_weights()"
+        elif callable(rule):
+            why, remedy = "init_weights=fn did not write to it", f"Pass an fn(module, name) that {fills}, or {load}"
+        others = f" ({len(missing)} such tensors)" if len(missing) > 1 else ""
+        kind = type(model.get_submodule(first.rpartition(".")[0])).__name__
+        raise ConfigurationError(f"{first} of {kind} is on meta and was not initialized{others}: {why}. {remedy}")
 
 
 def written_again(model: nn.Module, names: Collection[str]) -> dict[str, int]:

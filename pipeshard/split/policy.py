@@ -177,11 +177,11 @@ class Policy:
         nonempty = counts[:-1] if self.flow.ends_in_cut else counts
         is_empty = parts > 1 and min(nonempty, default=1) < 1  # a single stage may have no units
         if len(counts) != parts or sum(counts) != len(calls) or is_empty:
-            chunks = f" ({len(self.chunks)} chunks for each of {self.num_stages} processes)"
+            chunks = f" ({len(self.chunks)} for each of {self.num_stages} ranks)" if parts > self.num_stages else ""
             raise PartitionError(
-                f"partition {list(counts)} must contain the number of unit calls (at least 1) for each of {parts} "
-                f"stages{chunks if parts > self.num_stages else ''}, {len(calls)} in total: "
-                f"{[call.unit for call in calls]}"
+                f"partition {list(counts)} must contain the number of unit calls (at least 1) for each stage. "
+                f"It needs {parts} number{'s' * (parts != 1)}{chunks} with the sum {len(calls)}, the number of unit "
+                f"calls: {[call.unit for call in calls]}"
             )
         forbidden, edge = forbidden_cuts(self.flow), 0
         for count in counts[:-1]:
@@ -223,12 +223,13 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         )
     if decisions:
         parameters = dict.fromkeys(name for decision in decisions for name in decision.parameters)
+        several = "s" * (len(parameters) > 1)
         lines = dict.fromkeys(decision.line for decision in decisions)
         raise TraceError(
             f"{type(model).__name__} branches in Python on {'parameters' if len(parameters) > 1 else 'the parameter'} "
             f"{', '.join(parameters)}, which not every stage holds: {'; '.join(lines)}. Replace the branch with tensor "
-            "operations (torch.where), or move the branch and the parameter into a separate module, or make an "
-            "untrained parameter a buffer or a float, or use one stage (pp_size=1)"
+            f"operations (torch.where), or move the branch and the parameter{several} into a separate module, or make "
+            "an untrained parameter a buffer or a float, or use one stage (pp_size=1)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:
@@ -238,15 +239,15 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         is_repeated = is_chunked or (place.kind == "parameter" and model.training)
         if place.kind in ("parameter", "settled") and -1 in writers and (sources or is_repeated):
             raise TraceError(
-                f"the forward of {type(model).__name__} changes the parameter {place.name} outside the parameter's "
-                f"unit{f', based on {sources[0]}' if sources else ''}, but no stage can update it for all stages: "
-                "change the parameter after optimizer.step() or inside the unit, or use one stage (pp_size=1)"
+                f"the forward of {type(model).__name__} changes the parameter {place.name} outside all "
+                f"units{f', based on {sources[0]}' if sources else ''}, but no stage can update it for all stages: "
+                "change the parameter after optimizer.step() or inside a unit, or use one stage (pp_size=1)"
             )
         is_moved = place.name in place.uses.kept and "_buffers" in [step.key for step in place.path[-2:]]
         if (is_moved or place.kind in ("generator", "number")) and len(writers) > 1:
             raise TraceError(
                 f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} {place.name}, "
-                "but they run on different stages, and each stage has its own copy, so the copies would diverge: give "
+                "but do not run on the same stages, and each stage has its own copy, so the copies would diverge: give "
                 f"each layer its own {'generator' if place.kind == 'generator' else 'copy'}, move this code out of all "
                 "layers into the model's forward, or use one stage (pp_size=1)"
             )

@@ -124,7 +124,7 @@ def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
     if not isinstance(module, PackedLinear):
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(
-            f"quantization_config quantizes {path}, a {type(module).__name__}, but only layers whose class is "
+            f"quantization_config quantizes {path} ({type(module).__name__}), but only layers whose class is "
             "nn.Linear itself (with bitsandbytes, also transformers' Conv1D) can be quantized. Add "
             f"{every!r} to {SKIPS[method]}, or omit quantization_config"
         )

@@ -61,12 +61,12 @@ class Recompute:
         if not all(isinstance(ratio, bool | int | float) and 0 <= ratio <= 1 for ratio in ratios):
             raise ConfigurationError(
                 "recompute must be True, False, a fraction of each stage's units from 0 to 1, or a list of such "
-                f"fractions, one for each of {num_stages} stages, got {recompute!r}"
+                f"fractions, one for each stage ({num_stages} in all), got {recompute!r}"
             )
         if len(ratios) != num_stages:
             raise ConfigurationError(
-                f"recompute={recompute!r} has {len(ratios)} fractions for {num_stages} stages (pp_size times the "
-                "number of model chunks per process): pass one for each stage, in model order"
+                f"recompute={recompute!r} must have one fraction for each stage, in model order: {num_stages} in all "
+                "(pp_size times the number of model chunks per rank)"
             )
         if any(ratios) and interval:
             raise ConfigurationError(

@@ -62,7 +62,9 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
         module = construct()
         again = construct() if isinstance(module, nn.Module) and _has_values(module) else None
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"layer {place}, {name}, must build an nn.Module, got a {type(module).__name__}")
+        raise ConfigurationError(
+            f"layer {place}, {name}, must build an nn.Module, got an object of class {type(module).__name__}"
+        )
     if again is not None:
         _refuse_existing(module, again, place, name)
     with kept_tied(module):  # also tensors that the constructor put on another device
@@ -85,9 +87,9 @@ def _refuse_existing(module: nn.Module, again: nn.Module, place: int, name: str)
     existing = next((inner for inner in again.modules() if inner in known and _has_values(inner)), None)
     if existing is not None:
         raise UsageError(
-            f"layer {place}, {name}, contains a {type(existing).__name__} instance that exists already, but a "
-            "LayerSpec builds the layer itself, on the rank that holds the layer, so the instance's values would be "
-            "lost: pass the class and its arguments, or put the instance directly into the list of layers"
+            f"layer {place}, {name}, contains an existing module ({type(existing).__name__}), but a LayerSpec "
+            "builds the layer itself, on the rank that holds the layer, so the values of the existing module would be "
+            "lost: pass the class and its arguments, or put the existing module directly into the list of layers"
         )
 
 
@@ -108,13 +110,13 @@ def build(module: nn.Module, seed: int) -> None:
     for name, parameter, version in blueprint.versions:
         if parameter.is_meta and parameter._version > version:
             raise ConfigurationError(
-                f"{name} of layer {blueprint.place}, a {type(module).__name__}, was modified before the layer was "
+                f"{name} of layer {blueprint.place} ({type(module).__name__}) was modified before the layer was "
                 "built, so the values are lost: call model.build() before you set values, or pass "
                 "PipelinePlugin(init_weights=fn) with a function that sets them"
             )
     with explained(  # also for errors in the user's constructor
         lambda error: ConfigurationError(
-            f"layer {blueprint.place}, a {type(module).__name__}, was built on meta, but cannot be built with "
+            f"layer {blueprint.place} ({type(module).__name__}) was built on meta, but cannot be built with "
             f"allocated tensors: {summary(error)}"
         )
     ):

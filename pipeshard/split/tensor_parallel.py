@@ -60,8 +60,8 @@ def plan_of(
         from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
     except ImportError as error:
         raise ConfigurationError(
-            f"{by}_size={size}: {name} has no {by}_plan in this version of transformers. Install transformers 5, or "
-            f"use {by}_size=1 and more stages or fsdp=True"
+            f"{by}_size={size} needs transformers.distributed.parallel_utils, which cannot be imported ({error}). "
+            f"Install transformers 5, or use {by}_size=1 and more stages or fsdp=True"
         ) from error
     plan = dict(of_user or getattr(base, f"{by}_plan", None) or _rooted(base, (by == "tp" and of_policy) or {}))
     plan = {rule if rule.startswith(prefix) else prefix + rule: style for rule, style in plan.items()}
@@ -108,8 +108,9 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
         head = getattr(attention, f"{found[2]}_head_dim", getattr(attention, "head_dim", None))
         if isinstance(width, int) and isinstance(head, int) and width % (head * size):
             raise ConfigurationError(
-                f"{by}_size={size} would cut a head of {name}, which computes {width // head} heads of {head} "
-                f"features: choose a size that divides the number of heads, or pass a {by}_plan without {found[1]}"
+                f"{by}_size={size} would cut a head of {name}, which computes {width // head} "
+                f"head{'s' * (width > head)} of {head} features: choose a size that divides the number of heads, or "
+                f"omit {found[1]} from the {by}_plan"
             )
 
 
@@ -119,9 +120,8 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int) or count % size:
-            raise ConfigurationError(
-                f"{by}_size={size} does not divide num_experts={count} of {path}: choose a size that does"
-            )
+            remedy = "choose a size that does" if isinstance(count, int) else f"omit this module from the {by}_plan"
+            raise ConfigurationError(f"{by}_size={size} does not divide num_experts={count} of {path}: {remedy}")
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
             raise ConfigurationError(
                 f"{by}_size={size}: {path} runs its experts with experts_implementation='eager', which not every "
@@ -132,8 +132,9 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         style = plan.get(name)
         if style not in (EXPERTS, PARTIAL) if within else style == EXPERTS:
             raise ConfigurationError(
-                f"{by}_plan assigns the style {style!r} to {name}: the weights of experts need {EXPERTS!r}, other "
-                f"parameters in the module of the experts {PARTIAL!r}, and the module itself {DISPATCH!r}"
+                f"{by}_plan assigns {f'the style {style!r}' if style else 'no style'} to {name}: the weights of "
+                f"experts need {EXPERTS!r}, other parameters in the module of the experts {PARTIAL!r}, and the module "
+                f"itself {DISPATCH!r}"
             )
 
 
@@ -274,10 +275,10 @@ class Conv1DSlice:
         size = getattr(module, "nf" if self.by == "outputs" else "nx", None)
         if size is None or size % (self.blocks * mesh.size()):
             has = "is not a Conv1D" if size is None else f"has {size} {self.by}"
+            parts = f"each of {self.blocks} equal blocks of its {self.by}" if self.blocks > 1 else f"its {self.by}"
             raise ConfigurationError(
-                f"tp_plan shards {parameter_name} of {type(module).__name__} as a Conv1D whose {self.by} form "
-                f"{self.blocks} equal blocks, and divides each block into tp_size={mesh.size()} equal parts. But the "
-                f"layer {has}: change the plan or tp_size"
+                f"tp_plan shards {parameter_name} of {type(module).__name__} as a Conv1D, and divides {parts} into "
+                f"tp_size={mesh.size()} equal parts. But the layer {has}: change the plan or tp_size"
             )
 
     def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:

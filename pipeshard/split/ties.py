@@ -92,7 +92,7 @@ def share_weights(
     for names in groups:
         if isinstance(names, str) or len(names) < 2 or not all(isinstance(name, str) for name in names):
             raise ConfigurationError(
-                "shared_weights must list groups of two or more parameter names, such as "
+                f"{argument} must list groups of two or more parameter names, such as "
                 f"[('embed.weight', 'head.weight')], got the group {names!r}"
             )
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -218,7 +218,7 @@ def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
         stages = [{stage for stage, names in enumerate(held) if name in names} for *_, name in (one, other)]
         if other[0] <= one[1] and stages[0] != stages[1]:
             raise ConfigurationError(
-                f"the parameters {one[2]} and {other[2]} share memory, but are on different stages: make them "
+                f"the parameters {one[2]} and {other[2]} share memory, but are not on the same stages: make them "
                 "one parameter (model.head.weight = model.embed.weight, or shared_weights=[...]), or copy one of them"
             )
 

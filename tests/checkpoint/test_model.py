@@ -472,7 +472,7 @@ def test_values_that_a_model_on_meta_would_lose(pool: Pool, tmp_path: Path) -> N
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     for when in ("before", "adapters"):
         for message in pool.run_expecting(ConfigurationError, with_a_layer_of_zeros, 2, str(tmp_path), when):
-            assert "these parameters were modified before boost: model.layers.3.mlp.down_proj.weight." in message
+            assert "this parameter was modified before boost: model.layers.3.mlp.down_proj.weight." in message
     for when in ("loaded", "after"):
         assert pool.run(with_a_layer_of_zeros, 2, str(tmp_path), when) == [[], []]
 

@@ -437,7 +437,7 @@ def test_a_head_is_not_cut() -> None:
     attention.v_proj, attention.v_head_dim = nn.Linear(attention.v_proj.in_features, 4 * heads), 4
     assert plan_of(model, 2, None, find_policy(model).tp_plan)
     attention.k_proj = nn.Linear(attention.k_proj.in_features, attention.head_dim, bias=False)
-    message = r"tp_size=2 would cut a head of .*layers\.1\.self_attn\.k_proj.*, which computes 1 heads of 8 features"
+    message = r"tp_size=2 would cut a head of .*layers\.1\.self_attn\.k_proj.*, which computes 1 head of 8 features"
     for adapted in (model, get_peft_model(model, LoraConfig(target_modules=["k_proj"]))):
         with pytest.raises(ConfigurationError, match=message):
             plan_of(adapted, 2, None, find_policy(adapted).tp_plan)

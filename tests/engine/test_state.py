@@ -853,8 +853,8 @@ def test_a_layer_that_moves_state_of_its_own_is_not_recomputed(pool: Pool) -> No
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (Momentum, "changes the parameter layers.4.a.weight outside the parameter's unit, based on layers.0.a.weight"),
-        (Assigns, "changes the parameter layers.4.a.weight outside the parameter's unit, based on layers.0.a.weight"),
+        (Momentum, "changes the parameter layers.4.a.weight outside all units, based on layers.0.a.weight"),
+        (Assigns, "changes the parameter layers.4.a.weight outside all units, based on layers.0.a.weight"),
         (SharesGenerator, "layers.0 and layers.4 draw from"),
         (SharesCounter, "layers.0 and layers.4 change"),
     ],

@@ -202,7 +202,7 @@ def test_units_of_a_type_are_spread_evenly() -> None:
     ("partition", "error", "message"),
     [
         ("type:Bert", PartitionError, r"matches 0 unit calls.*Conv1D|matches 0 unit calls.*GPT2Block"),
-        ("type:LayerNorm", PartitionError, "matches 1 unit calls, too few for 2 stages"),
+        ("type:LayerNorm", PartitionError, "matches 1 unit call, too few for 2 stages"),
         ("type:(", ConfigurationError, "is not a regular expression"),
         ("type:", ConfigurationError, "is unknown"),
         ("typo", ConfigurationError, "partition='typo' is unknown"),

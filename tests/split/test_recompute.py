@@ -37,7 +37,7 @@ pytestmark = pytest.mark.local
 M = 4
 RATIOS = (
     "recompute must be True, False, a fraction of each stage's units from 0 to 1, or a list of such fractions, "
-    "one for each of {} stages, got {}"
+    "one for each stage ({} in all), got {}"
 )
 
 
@@ -50,8 +50,8 @@ RATIOS = (
         ({"recompute": "all"}, RATIOS.format(1, "'all'")),
         ({"recompute": None}, RATIOS.format(1, None)),
         ({"recompute": [0.5, "a"], "schedule": "zbv"}, RATIOS.format(2, "[0.5, 'a']")),
-        ({"recompute": [0.5, 1]}, "has 2 fractions for 1 stages"),
-        ({"recompute": [1], "schedule": "zbv"}, "has 1 fractions for 2 stages"),
+        ({"recompute": [0.5, 1]}, "must have one fraction for each stage, in model order: 1 in all"),
+        ({"recompute": [1], "schedule": "zbv"}, "must have one fraction for each stage, in model order: 2 in all"),
         ({"activation_checkpoint_interval": -1}, "0, or k > 0 to recompute every k-th unit, got -1"),
         ({"activation_checkpoint_interval": 1.0}, "0, or k > 0 to recompute every k-th unit, got 1.0"),
         ({"activation_checkpoint_interval": True}, "0, or k > 0 to recompute every k-th unit, got True"),
