@@ -155,8 +155,8 @@ class GradientSync:
         """Error messages about hooks that would receive a partial gradient, and about modified partial gradients."""
         return [
             f"{name} has a gradient hook, but several ranks hold the parameter (a tie, replicas or slices). The hook "
-            "would see only one rank's part of the gradient: remove the hook, and modify the summed gradient between "
-            "execute_pipeline and optimizer.step"
+            "would see only one rank's part of the gradient: remove the hook, and modify the summed gradient "
+            "before optimizer.step"
             for name, parameter in self._of_several()
             if has_hooks(parameter)
         ] + self.modified()

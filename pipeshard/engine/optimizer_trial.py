@@ -83,8 +83,8 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     except Exception as error:  # a user's class may raise anything
         if grid.first and lone.waiting is None:
             logger.warning(
-                "could not check whether %s updates each parameter independently (%s: %s). If it does not, the split "
-                "model trains differently from the unsplit model",
+                "could not check whether %s updates each parameter independently (%s: %s). If it does not, training "
+                "differs from training in one process",
                 name, type(error).__name__, error,
             )  # fmt: skip
         couples = divides = False

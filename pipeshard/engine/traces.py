@@ -49,7 +49,7 @@ NUMBERS = 4096  # at most this many numbers of ways (one for each size of a batc
 CHANGED = (
     "%s changes in each step (most recently, %s). A change may decide which operations run, so after each change, "
     "pipeshard traces the model and verifies the loss, which may take longer than a step. Store a number that changes "
-    "in each step %s if it is a weight, or as a bool if it selects a branch"
+    "in each step %s if it is a factor, or as a bool if it selects a branch"
 )
 NEW = (
     "each step uses a new criterion%s, so pipeshard traces the model and verifies the loss in each step, which may "

@@ -69,8 +69,8 @@ def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
     for first, names in names_of(model).items():
         if first not in policy.ownership.held[policy.stage]:
             label = (
-                f"{first} has no values on this rank, which holds stage {policy.stage} of {policy.num_stages}; "
-                f"stage {policy.ownership.owner(first)} has them"
+                f"{first} has no values on this rank, {policy.stage} of {policy.num_stages} in its pipeline; "
+                f"rank {policy.ownership.owner(first)} of the pipeline has them"
             )
             ghost = Ghost.of(parameters[first], device, label)
             for name in names:

@@ -217,10 +217,10 @@ class Replay:
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
             raise UsageError(
-                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly. "
-                "Call booster.execute_pipeline(...). To generate, call model.generate(...) on the model that boost "
-                "returned. With a pipelined Trainer, call trainer.predict(...) or trainer.generate(...). Make these "
-                "calls on every rank"
+                f"unit {unit} is not on rank {self.stage} of the pipeline: a model split into stages cannot be called "
+                "directly. Call booster.execute_pipeline(...). To generate, call model.generate(...) on the model that "
+                "boost returned. With a pipelined Trainer, call trainer.predict(...) or trainer.generate(...). Make "
+                "these calls on every rank"
             )
         repeat = repeat or Repeat()
         repeat.before()

@@ -67,7 +67,9 @@ def misused(folder: str) -> list[str]:
 def test_what_a_rank_does_not_hold_is_refused_before_anything_is_done(pool: Pool, tmp_path: Path) -> None:
     """`unwrap().save_pretrained` wrote zeros for the other stages, and `from_pretrained` took them without a word."""
     for rank, (*said, unchanged) in enumerate(pool.run(misused, 2, str(tmp_path))):
-        assert all(f"stage {rank} of 2; stage {1 - rank} has them" in text for text in said), said
+        assert all(f"{rank} of 2 in its pipeline; rank {1 - rank} of the pipeline has them" in text for text in said), (
+            said
+        )
         assert all("booster.save_model" in text or "before booster.boost" in text for text in said)
         assert unchanged == "unchanged"
     assert not list(tmp_path.iterdir())
