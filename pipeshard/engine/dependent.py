@@ -21,7 +21,7 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.stages import Stages
 from pipeshard.engine.traces import Traces
-from pipeshard.errors import BatchError, PipeshardError, TraceError, listed
+from pipeshard.errors import BatchError, PipeshardError, TraceError
 from pipeshard.hf import IDS, LABELS, MASK
 from pipeshard.schedule.program import Action, Kind
 
@@ -53,10 +53,8 @@ def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
 def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> str:
     """The error message for microbatch i, which fails with `error` (in `module`, if known)."""
     start, place = sum(part.rows for part in parts[:i]), parts[i].place
-    rows = (
-        f"rows {start} to {start + parts[i].rows - 1}" if place is None else f"rows {listed([*map(str, place.rows)])}"
-    )
-    rows = rows if parts[i].rows > 1 else f"row {start if place is None else place.rows[0]}"
+    rows = f"{start} to {start + parts[i].rows - 1}" if place is None else ", ".join(map(str, place.rows))
+    rows = f"rows {rows}" if parts[i].rows > 1 else f"row {start if place is None else rows}"
     names = cut_inputs(batch)
     where = f" in {module}" if module else ""
     doubtful = [name for name in names if name not in (IDS, MASK, LABELS)] or names

@@ -401,7 +401,7 @@ class Lone(DispatchMode):
         if isinstance(func, OpOverload) and func.namespace in COLLECTIVES and _is_of_world(func, args, kwargs):
             self.waiting = self.waiting or f"({func.name()}), in {_where()}"
             raise TraceError(
-                f"{_where()} waits for all ranks ({func.name()}), but in a pipeline only some ranks run this line: "
+                f"{_where()} waits for all ranks ({func.name()}), but in a pipeline some ranks may not run this line: "
                 "each layer runs on its own stage, and the loss on the last stage. Remove the collective: pipeshard "
                 "combines the losses of microbatches and replicas itself, and a criterion may return (sum, count) to "
                 "divide by a count over all of them. Or use one stage (pp_size=1)"

@@ -135,7 +135,9 @@ class Policy:
     def weights(self, num_stages: int) -> list[float]:
         """The weight of each unit call. A named partition balances these weights across the stages."""
         if str(self.partition_by).startswith("profile") and self.known_costs is None:
-            raise ConfigurationError("partition='profile' requires measured costs: pass costs=profile.costs(flow)")
+            raise ConfigurationError(
+                f"partition={self.partition_by!r} requires measured costs: pass costs=profile.costs(flow)"
+            )
         units = [self.units[call.unit] for call in self.flow.calls]
         return weights(str(self.partition_by), units, self.costs, num_stages)
 
