@@ -385,5 +385,5 @@ def test_a_step_is_recorded_alike_on_every_rank(pool: Pool, tmp_path: Any) -> No
     first.draw(tmp_path / "step.png", "zbv")
     assert (tmp_path / "step.png").stat().st_size > 10_000
     path.write_text('{"schedule": "x"}')
-    with pytest.raises(ConfigurationError, match="not a step recording"):
+    with pytest.raises(ConfigurationError, match="cannot be read as a step recording"):
         Recording.load(path)

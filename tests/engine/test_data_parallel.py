@@ -199,7 +199,10 @@ def test_replicas_that_read_one_batch_are_told(pool: Pool) -> None:
     said so."""
     first, second = pool.run(warnings_of_repeated, 2)
     assert len(first) == 1 and not second
-    assert "replicas 0, 1 read the same batch" in first[0] and "plugin.prepare_dataloader" in first[0]
+    assert (
+        "replicas 0, 1 read batches in this step that other replicas also read" in first[0]
+        and "plugin.prepare_dataloader" in first[0]
+    )
 
 
 def updates_in_small_messages() -> None:

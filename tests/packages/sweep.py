@@ -15,7 +15,7 @@ from tests.parity.sweep import failure
 from tests.pool import Pool, WorkerError
 
 WATCHDOG = 150.0  # seconds
-TOO_FEW = "stages, fewer than"
+TOO_FEW = ", fewer than"
 ONE = re.compile("num_microbatches=1|use one microbatch")  # the remedy for losses and layers that mix samples
 
 
