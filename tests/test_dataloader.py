@@ -326,7 +326,9 @@ def test_scripts_tell_the_sampler_its_epoch_and_where_to_begin() -> None:
     for epoch in range(2):  # as often as not the loop is left early
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         assert next(iter(loader)).tolist() == whole[epoch][0]
-    with pytest.raises(ConfigurationError, match="start_index=3 is not at the start of a batch of 4 samples"):
+    with pytest.raises(
+        ConfigurationError, match="start_index must be a non-negative multiple of the batch size 4, got 3"
+    ):
         loader.sampler.set_start_index(3)  # type: ignore[attr-defined]
 
 

@@ -260,7 +260,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "BatchError: the batch contains no tensor with a batch dimension, only nothing",
         "BatchError: the stages of one pipeline must read the same batch.*prepare_dataloader",
         "BatchError: the stages of one pipeline must read the same batch",
-        r"ConfigurationError: the criterion returned tensor of shape \(2, 12, 61\), not a scalar|shape \(2, 8, 61\)",
+        r"ConfigurationError: the criterion returned a tensor of shape \(2, 12, 61\), not a scalar|shape \(2, 8, 61\)",
         "ConfigurationError: the criterion returned 1.0, not a scalar tensor",
         "UsageError: found no loss to train on: add labels to the batch, or pass a criterion",
         "UsageError: execute_pipeline got an instance of GPT2LMHeadModel: pass the model that booster.boost",
@@ -268,7 +268,8 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "UsageError: num_batches must be a positive integer, got 2.0",
         "CheckpointError: nowhere cannot be read",
         "CheckpointError: this GPT2LMHeadModel was not boosted",
-        r"BatchError: .*labels of shape \(.*\) is on the meta device, so it has no values: create it on the CPU",
+        r"BatchError: .*labels: a tensor of shape \(.*\) is on the meta device, so it has no values: create it "
+        "on the CPU",
         r"BatchError: .*\(stage 0\): .*model.train\(\); rank 1 \(stage 1\): .*model.eval\(\)",
     ]
     for messages in pool.run(mistakes, 2):

@@ -429,8 +429,13 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "max_norm=1.0.*max_grad_norm", {}, {"max_norm": 1.0}),
     (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
     (ConfigurationError, "loss_reduction='microbatch'", {}, {"loss_reduction": "microbatch"}),
-    (CheckpointError, "it is not a complete PipelineTrainer checkpoint", {"resume": "nowhere"}, {}),
-    (UsageError, "values of input_ids that differ from those in the batch", {"kind": Other}, {}),
+    (CheckpointError, "it is not a complete, intact PipelineTrainer checkpoint", {"resume": "nowhere"}, {}),
+    (
+        UsageError,
+        "copies or other values of input_ids, but the pipeline runs the model on the batch",
+        {"kind": Other},
+        {},
+    ),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
     (ConfigurationError, "PipelinedArchiving overrides _save, .*override save_model", {"kind": Archiving}, {}),
 ]
@@ -462,7 +467,7 @@ def test_what_cannot_be_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     for wrong in (int, PipelinePlugin):
         with pytest.raises(ConfigurationError, match=r"a subclass of transformers.Trainer"):
             pipelined(wrong)
-    with pytest.raises(ConfigurationError, match="pipeline must be a PipelinePlugin, got a int"):
+    with pytest.raises(ConfigurationError, match="pipeline must be a PipelinePlugin, got 2"):
         PipelineTrainer(None, pipeline=2)
 
 

@@ -255,7 +255,7 @@ def test_checkpoints_that_have_changed_are_passed_over(pool: Pool, tmp_path: Pat
     """A disk flipped a bit of an optimizer, and the run went on from it: the folder's names and sizes were right."""
     for said, begins, files in pool.run(hurt, 2, tmp_path):
         expected = [
-            "checkpoint-4: it is not a complete PipelineTrainer.*safetensors: the SHA-256 checksum has changed",
+            "checkpoint-4: it is not a complete, intact PipelineTrainer.*safetensors: the SHA-256 checksum has changed",
             "checkpoint-3: .*pipeline/training.pt: the SHA-256 checksum has changed",
             "checkpoint-9: .*manifest.json belongs to step 1",
         ]

@@ -331,7 +331,7 @@ def all_refused(folder: str) -> None:
 
 
 def replicas_refused(folder: str) -> None:
-    refused("Gathering", folder, "without gathering from other ranks")
+    refused("Gathering", folder, "without gathering from other replicas")
 
 
 @pytest.mark.turns
@@ -405,7 +405,7 @@ def test_a_large_array_that_a_trial_writes_to_is_restored() -> None:
     trainer = SimpleNamespace(counts=np.full(200_000, np.nan), callback_handler=SimpleNamespace(callbacks=[]))
     kept, early = KeptState(trainer, copies=True), KeptState(trainer)
     trainer.counts[3] = 1.0
-    with pytest.raises(UsageError, match=r"self\.counts \(1\.5 MB\) in place before it calls the model"):
+    with pytest.raises(UsageError, match=r"self\.counts \(1\.5 MiB\) in place before it calls the model"):
         early.restore()
     kept.restore()
     assert np.isnan(trainer.counts).all() and not any(kept.changes())

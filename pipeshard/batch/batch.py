@@ -80,8 +80,8 @@ class Batch:
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
         for path in (path for path, leaf in zip(paths, leaves) if any(tensor.is_nested for tensor in tensors_in(leaf))):
             raise BatchError(
-                f"{path} is a nested tensor, which has no batch dimension: pass a padded tensor, "
-                f"{path}.to_padded_tensor(0.0), with a mask"
+                f"{path}: nested tensors are not supported. Pass a padded tensor, tensor.to_padded_tensor(0.0), with a "
+                "mask"
             )
         batch = cls(leaves, paths, tree, *_count_rows(paths, leaves, main, declared))
         # Inference tensors have no version counter, which detects in-place writes.
@@ -253,10 +253,12 @@ class Batch:
 
     def _entries(self, path: str, owners: tuple[int, ...], row: int) -> range:
         if not owners:
+            count = self.tensors[path].shape[0]
             raise BatchError(
-                f"{path} has {self.tensors[path].shape[0]} entries for {self.rows} samples, and the placeholder tokens "
-                "in input_ids do not show which entries belong to which sample: use one microbatch, give every sample "
-                "the same number of entries, or declare the batch dimension with PipelinePlugin(batch_dims=...)"
+                f"{path} has {count} {'entry' if count == 1 else 'entries'} for {_samples(self.rows)}, and neither "
+                "placeholder tokens in input_ids nor counts in the batch show which entries belong to which sample: "
+                "pass num_microbatches=1 or, if every sample has the same number of entries, "
+                f"PipelinePlugin(batch_dims={{{path!r}: 0}})"
             )
         first = sum(owners[:row])
         return range(first, first + owners[row])
@@ -325,10 +327,11 @@ def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
+        length = lengths.pop()
         raise BatchError(
-            f"the batch contains only lists of {lengths.pop()} entries ({' and '.join(lists)}), and it is ambiguous "
-            f"whether these lists have one entry per sample: pass batch_dims={dict.fromkeys(lists, 0)} if they do, or "
-            f"batch_dims={dict.fromkeys(lists)} if not"
+            f"the batch has tensors only in lists of {length} {'entry' if length == 1 else 'entries'} "
+            f"({' and '.join(lists)}), and it is ambiguous whether these lists have one entry per "
+            f"sample: pass batch_dims={dict.fromkeys(lists, 0)} if they do, or batch_dims={dict.fromkeys(lists)} if not"
         )
 
 
@@ -359,8 +362,9 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
         return known[path]
     if path in known:
         raise BatchError(
-            f"{path} must have one entry per sample, as in earlier batches, but has {len(entries)} for {rows} samples: "
-            f"pass batch_dims={{{path!r}: None}} if its entries do not belong to samples"
+            f"{path} must have one entry per sample, as in earlier batches, but has {len(entries)} for "
+            f"{_samples(rows)}: correct the list, or pass batch_dims={{{path!r}: None}} if its entries do not belong "
+            "to samples"
         )
     if rows == 1 or len(entries) != rows:
         known |= {path: False} if rows > 1 else {}
@@ -407,8 +411,9 @@ def _count_rows(
     main = main_input if main_input in tensors else next(counting, None)
     if main is None or declared.get(main, 0) is None:
         raise BatchError(
-            f"batch_dims marks {main or 'every tensor'} as unbatched, but the main input must have a batch dimension: "
-            "declare this dimension, or remove the input from batch_dims"
+            f"batch_dims marks {main or 'every tensor'} as unbatched, but "
+            f"{'the main input' if main else 'at least one tensor'} must have a batch dimension: declare this "
+            "dimension, or remove the tensor from batch_dims"
         )
     dim = _checked_dim(main, tensors[main], declared.get(main, 0))
     rows = len(tensors[main]) if has_tensors(tensors[main]) else tensors[main].shape[dim]
@@ -441,7 +446,7 @@ def refuse_unknown(paths: Sequence[str], declared: BatchDims) -> None:
     unknown = sorted(declared.keys() - set(paths))
     if unknown:
         raise ConfigurationError(
-            f"batch_dims names {unknown}, which the batch does not contain: it contains {list(paths)}"
+            f"batch_dims names {unknown}, but the paths of the batch are {list(paths)}: use one of these paths"
         )
 
 
@@ -460,12 +465,17 @@ def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
 def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:
     ndim = leaf.ndim if isinstance(leaf, Tensor) else int(is_entries(leaf))
     if dim is None or not -ndim <= dim < ndim:
-        what = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is a {type(leaf).__name__}"
+        what = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"has type {type(leaf).__name__}"
+        fitting = f"{'0' if ndim == 1 else f'0 to {ndim - 1}'}, or None for no batch dimension" if ndim else "None"
         raise BatchError(
-            f"batch_dims declares dimension {dim} of {path} as the batch dimension, but {path} {what}: declare one of "
-            "its dimensions, or None"
+            f"batch_dims declares dimension {dim} of {path} as the batch dimension, but {path} {what}: declare "
+            f"{fitting}"
         )
     return dim % ndim
+
+
+def _samples(rows: int) -> str:
+    return f"{rows} sample{'' if rows == 1 else 's'}"
 
 
 def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int | None:
@@ -477,8 +487,8 @@ def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int
     size = leaf.shape[dim] if isinstance(leaf, Tensor) else len(leaf)
     if size != rows and not (isinstance(leaf, Tensor) and dim == 0 and size > rows and size % rows == 0):
         raise BatchError(
-            f"batch_dims declares dimension {dim} of {path} as the batch dimension, but its size is {size} for {rows} "
-            f"samples ({where}). Declare the batch dimension of both leaves, or None for a leaf that every microbatch "
-            "needs in full"
+            f"batch_dims declares dimension {dim} of {path} as the batch dimension, but its size is {size} for "
+            f"{_samples(rows)} ({where}). Declare the batch dimension of both leaves, or None for a leaf that every "
+            "microbatch needs in full"
         )
     return dim

@@ -48,12 +48,12 @@ def sum_and_count(
     if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
         loss, count = loss
     if not _is_scalar(loss):
-        shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
         raise ConfigurationError(
-            f"the criterion returned {shape or repr(loss)}, not a scalar tensor: criterion(outputs, inputs) is called "
-            f"with the model's output ({type(output).__name__}) and the microbatch. Return a scalar, as in lambda "
-            "outputs, inputs: outputs.loss (which is None when the batch has no labels), or return (sum, count): the "
-            "batch's loss is then the sum of all sums divided by the sum of all counts"
+            f"the criterion returned {shape or repr(loss)}, not a scalar tensor. The criterion is called with the "
+            f"model's output ({type(output).__name__}) and, if it takes two arguments, with the microbatch. Return a "
+            "scalar, as in lambda outputs, inputs: outputs.loss (which is None when the batch has no labels), or "
+            "(sum, count): the batch's loss is then the sum of all sums divided by the sum of all counts"
         )
     return _without_dimensions(loss), count
 

@@ -71,13 +71,13 @@ def _refuse_tensors(batch: Batch) -> None:
         for tensor in tensors_in(leaf):
             if tensor.is_meta:
                 raise BatchError(
-                    f"{path or 'the batch'} of shape {tuple(tensor.shape)} is on the meta device, so it has no values: "
+                    f"{path}: a tensor of shape {tuple(tensor.shape)} is on the meta device, so it has no values: "
                     "create it on the CPU or on the rank's device"
                 )
             if tensor.layout in SPARSE:
                 raise BatchError(
-                    f"{path or 'the batch'} of shape {tuple(tensor.shape)} is sparse, which pipeshard supports neither "
-                    "in traces nor in microbatches: pass tensor.to_dense(), or pass indices and values, and create the "
+                    f"{path}: a tensor of shape {tuple(tensor.shape)} is sparse, which pipeshard supports neither in "
+                    "traces nor in microbatches: pass tensor.to_dense(), or pass indices and values, and create the "
                     "sparse tensor in the model's forward"
                 )
 
@@ -292,11 +292,13 @@ class RowDims:
             if (dim := self._doubtful(path, leaf, batch)) is not None and (path in whole or dims[path] is None)
         }
         if doubts:
+            one = len(doubts) == 1
             shapes = (f"dimension {dim} of {path} {tuple(leaves[path].shape)}" for path, dim in doubts.items())
             raise BatchError(
-                f"the batch has {batch.rows} samples, and it is ambiguous whether {', '.join(shapes)} counts them. "
-                f"Pass PipelinePlugin(batch_dims={doubts}) to split along this dimension, or "
-                f"batch_dims={dict.fromkeys(doubts)} to pass the whole tensor to every microbatch"
+                f"the batch has {batch.rows} samples, and it is ambiguous whether {' and '.join(shapes)} "
+                f"{'counts' if one else 'count'} them. Pass PipelinePlugin(batch_dims={doubts}) to split along "
+                f"{'this dimension' if one else 'these dimensions'}, or batch_dims={dict.fromkeys(doubts)} to pass the "
+                f"whole {'tensor' if one else 'tensors'} to every microbatch"
             )
         return batch.counted(whole)
 

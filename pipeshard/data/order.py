@@ -124,9 +124,9 @@ class Order:
         for key in state:
             if key not in members:
                 raise CheckpointError(
-                    f"the data position was saved with the state of {key.partition(' ')[2]}, which this "
-                    f"dataloader does not use (it uses {', '.join(key.partition(' ')[2] for key in members)}): "
-                    "create the dataloader with the same sampler"
+                    f"the data position was saved with the state of {key.partition(' ')[2]}, which this dataloader "
+                    "does not use, or uses at another place (its samplers and streams are, in order, "
+                    f"{', '.join(key.partition(' ')[2] for key in members)}): create the dataloader as when saving"
                 )
         for (key, name), value in self._first.items():  # reset the attributes that the state does not contain
             if key in members and name not in state.get(key, {}).get("attributes", {}):

@@ -66,9 +66,10 @@ class Share:
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(
-                "the last %d samples of each epoch (batches, if the DataLoader does not batch) are dropped, because "
-                "they are fewer than the %d replicas",
+                "the last %d %s of each epoch (or batches, if the DataLoader does not batch) will be dropped, because "
+                "each of the %d replicas has to read one",
                 remainder,
+                "sample" if remainder == 1 else "samples",
                 self.replicas,
             )
         return remainder >= self.replicas and not self.drop_last
@@ -146,10 +147,8 @@ class SharedSampler(Sampler[Any]):
         """Start after the first `start_index` samples of this replica (batches, if the sampler yields batches)."""
         batches, remainder = divmod(start_index, self.share.size)
         if remainder or batches < 0:
-            raise ConfigurationError(
-                f"start_index={start_index} is not at the start of a batch of {self.share.size} samples: pass a "
-                "non-negative multiple of the batch size"
-            )
+            of = "integer" if self.share.size == 1 else f"multiple of the batch size {self.share.size}"
+            raise ConfigurationError(f"start_index must be a non-negative {of}, got {start_index}")
         self.place.move(self.place.next_epoch, batches)
 
 

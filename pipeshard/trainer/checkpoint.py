@@ -176,8 +176,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
     with together(group):
         if why := gather_objects(flaw_of(folder), group)[0] or damage(folder, group):
             raise CheckpointError(
-                f"Can't find a valid checkpoint at {folder}: it is not a complete PipelineTrainer checkpoint ({why}). "
-                "Pass a complete checkpoint, or resume_from_checkpoint=True to use the newest complete checkpoint"
+                f"Can't find a valid checkpoint at {folder}: it is not a complete, intact PipelineTrainer checkpoint "
+                f"({why}). Pass another checkpoint, or resume_from_checkpoint=True to use the newest intact checkpoint"
             )
 
 

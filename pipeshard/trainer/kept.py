@@ -110,7 +110,7 @@ class KeptState(Snapshot):
             if not isinstance(mark, Tensor | np.ndarray):
                 size = change.now.nbytes / 2**20
                 raise UsageError(
-                    f"compute_loss modifies {_place_name(change.path)} ({size:.1f} MB) in place before it "
+                    f"compute_loss modifies {_place_name(change.path)} ({size:.1f} MiB) in place before it "
                     "calls the model, and every rank would have to undo this change: make the change after the model "
                     "call"
                 )
@@ -163,7 +163,7 @@ class KeptState(Snapshot):
 
     def written(self, value: Any) -> Any:
         """Convert a value that compute_loss has returned or logged to plain data for `adopt`."""
-        return self._writer().of(value, "its return value")
+        return self._writer().of(value, "the result or log of compute_loss")
 
     def _writer(self) -> "ValueWriter":
         tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}

@@ -236,7 +236,7 @@ class Objective:
             self._random = random_state()
             if muted is not None and not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
                 raise UsageError(
-                    f"compute_loss returns {loss.item()}, but {muted.item()} without gathering from other ranks: "
+                    f"compute_loss returns {loss.item()}, but {muted.item()} without gathering from other replicas: "
                     "compute the loss only from the batch and the model's outputs"
                 )
             return loss
@@ -291,7 +291,7 @@ class Objective:
             loss = trainer.compute_loss(answer, self._kind(given), num_items_in_batch=self.num_items)
         self._gathering.is_seen |= trainer.accelerator.gathers > gathers
         if not isinstance(loss, Tensor):
-            raise UsageError(f"{type(trainer).__name__}.compute_loss must return a tensor, got a {type(loss).__name__}")
+            raise UsageError(f"{type(trainer).__name__}.compute_loss must return a tensor, but returned {loss!r:.200}")
         return loss
 
 
@@ -367,12 +367,16 @@ class Answer(Asking):
         own = self.inputs.keys() & inputs.keys()
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
-                f"compute_loss passes to the model values of {', '.join(sorted(other))} that differ from those in the "
-                "batch, but the pipeline runs the model on the batch: change the values in the data collator instead"
+                f"compute_loss passes to the model copies or other values of {', '.join(sorted(other))}, but the "
+                "pipeline runs the model on the batch: pass the values of the batch unchanged, and change them in the "
+                "data collator instead"
             )
         anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}
         if self.is_trial and (other := [name for name, pair in anew.items() if not _is_same_size(*pair)]):
-            raise Resized(f"compute_loss changes the size of {', '.join(other)} in the batch")
+            raise Resized(
+                f"compute_loss passes {', '.join(other)} to the model in a size that differs from the batch's: compute "
+                "these inputs in the data collator"
+            )
         if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):
             raise UsageError(
                 "compute_loss is called for each batch of a gradient accumulation window before the step, and again in "

@@ -29,7 +29,7 @@ REFUSED = {
     ),
     "parallelism_config": "set PipelinePlugin(dp_size=..., tp_size=..., ep_size=...) instead",
     "auto_find_batch_size": (
-        "a stage that runs out of memory would change its batch size alone: find a batch size with `pipeshard plan`"
+        "a rank that runs out of memory would change its batch size alone: find a batch size with `pipeshard plan`"
     ),
     "fp16_full_eval": _FULL,
     "bf16_full_eval": _FULL,
@@ -40,12 +40,12 @@ REFUSED = {
     "past_index": "stages keep no state between batches: remove it",
     "jit_mode_eval": "torch.jit does not trace stages: remove it",
     "train_sampling_strategy": (
-        "it distributes batches over processes, but all stages of a replica read the same batch: use group_by_length"
+        "it distributes batches over processes, but all stages of a replica read the same batch: use 'group_by_length'"
     ),
-    "use_vllm": "vLLM needs the full weights, which no rank holds: remove it to generate with the stages",
-    "use_transformers_continuous_batching": "its cache needs all layers of the model on one rank: remove it",
-    "sync_ref_model": "it averages the full parameters of two models, which no rank holds: remove it",
-    "accelerator_config.dispatch_batches": "every rank reads its own batches: remove it",
+    "use_vllm": "vLLM needs the full weights, but a pipeline splits them: remove it to generate with the stages",
+    "use_transformers_continuous_batching": "its cache needs all layers on one rank, but stages divide them: remove it",
+    "sync_ref_model": "it averages the full weights of two models, but a pipeline splits them: remove it",
+    "accelerator_config.dispatch_batches": "each rank of a pipeline reads its batches itself: remove it",
 }
 # By argument: whether a value is refused. For arguments without an entry, every truthy value is refused.
 SOME: dict[str, Callable[[Any], bool]] = {
@@ -73,8 +73,8 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
         )
     if config.max_norm:
         raise ConfigurationError(
-            f"PipelinePlugin(max_norm={config.max_norm}) would clip twice, since {name} clips gradients itself: set "
-            "TrainingArguments(max_grad_norm=...) instead"
+            f"{name} clips gradients itself: instead of PipelinePlugin(max_norm={config.max_norm}), set "
+            "TrainingArguments(max_grad_norm=...)"
         )
     if not config.has_exact_loss:
         raise ConfigurationError(
@@ -107,8 +107,8 @@ def refuse_split(model: nn.Module, name: str) -> None:
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} got a {type(model).__name__} that another Trainer, or booster.boost, has already split: no rank "
-            "holds all of it. Call train() of that Trainer again, or save the model with that Trainer's "
-            "save_model(folder) and pass the model that from_pretrained(folder) returns"
+            "holds all of it. Call train() of that Trainer again, or save the model (trainer.save_model(folder), or "
+            "booster.save_model(model, folder, shard=True)) and pass the model that from_pretrained(folder) returns"
         )
 
 

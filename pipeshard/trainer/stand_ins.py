@@ -146,7 +146,7 @@ class PipelineAccelerator(Accelerator):
         if self.uneven and not self.is_last_call:
             raise UsageError(
                 f"compute_loss gathers values from {self.num_processes} replicas in every call, but with "
-                f"{self.uneven}, replicas have different numbers of microbatches, so some would wait forever: pass "
+                f"{self.uneven}, replicas may have different numbers of microbatches, so some could wait forever: pass "
                 "num_microbatches instead, or train one replica (use all ranks for pp_size, tp_size or ep_size)"
             )
 

@@ -229,10 +229,10 @@ class Loop(Evaluation):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         if self._held and len(self._held) == self.current_gradient_accumulation_steps:
             raise UsageError(
-                f"the training data ended after {len(self._held)} batches of a gradient accumulation window with "
-                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps}, and a dataset without a length "
-                "does not show in advance which batch is the last. Pass a dataset with a length, let the stream end "
-                "with a full window, or make it endless and set max_steps"
+                f"the last gradient accumulation window of the training data has only {len(self._held)} of "
+                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps} batches, and a dataset without a "
+                "length does not show in advance which batch is the last. Pass a dataset with a length, let the "
+                "stream end with a full window, or make it endless and set max_steps"
             )
         if self._held:
             raise UsageError(
@@ -283,10 +283,10 @@ class Loop(Evaluation):
         """
         if self._left is not None and self._left.is_changed:
             raise UsageError(
-                f"{type(self).__name__} has changed gradients or parameters {when}. The "
-                f"gradient_accumulation_steps={self.current_gradient_accumulation_steps} batches of a window form one "
-                "step of the pipeline. Change gradients or parameters once per step, in a callback: gradients in "
-                "on_pre_optimizer_step, parameters in on_step_end. Or pass gradient_accumulation_steps=1 and "
+                f"{type(self).__name__}: gradients or parameters have changed {when}. The "
+                f"{self.current_gradient_accumulation_steps} batches of this window form one step of the pipeline. "
+                "Change gradients or parameters once per step, in a callback: gradients in on_pre_optimizer_step, "
+                "parameters in on_step_end. Or pass gradient_accumulation_steps=1 and "
                 "PipelinePlugin(num_microbatches=...)"
             )
 
@@ -414,7 +414,7 @@ class Front:
 
     def __init__(self, *args: Any, pipeline: PipelinePlugin, **kwargs: Any) -> None:
         if not isinstance(pipeline, PipelinePlugin):
-            raise ConfigurationError(f"pipeline must be a PipelinePlugin, got a {type(pipeline).__name__}")
+            raise ConfigurationError(f"pipeline must be a PipelinePlugin, got {pipeline!r}")
         model = args[0] if args else kwargs.get("model")
         if isinstance(model, PipelineModel):
             raise ConfigurationError(

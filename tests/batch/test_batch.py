@@ -227,7 +227,7 @@ def test_another_dimension_has_to_be_declared() -> None:
         dims(data)
     assert dims(data, {"y": 1}) == {"ids": 0, "y": 1} and dims(data, {"y": None})["y"] is None
     assert RowDims(Reader()).read(data, is_cut=False).row_dims == (0, None)
-    with pytest.raises(BatchError, match=r"dimension 1 of y .*, dimension 1 of z .* counts them"):
+    with pytest.raises(BatchError, match=r"dimension 1 of y .* and dimension 1 of z .* count them"):
         dims({**data, "z": torch.rand(3, 4, 5)})
 
 
@@ -271,7 +271,7 @@ def test_declared_dimensions() -> None:
         ({"y": 1}, r"dimension 1 of y as the batch dimension, but its size is 3 for 4 samples \(dimension 0 of ids\)"),
         ({"y": 2}, r"dimension 2 of y as the batch dimension, but y has shape \(4, 3\)"),
         ({"ids": None, "y": None}, "must have a batch dimension"),
-        ({"name": 0}, "dimension 0 of name as the batch dimension, but name is a str"),
+        ({"name": 0}, "dimension 0 of name as the batch dimension, but name has type str"),
     ],
 )
 def test_a_declaration_that_does_not_fit(declared: dict[str, int | None], what: str) -> None:
@@ -280,7 +280,7 @@ def test_a_declaration_that_does_not_fit(declared: dict[str, int | None], what: 
 
 
 def test_declarations_are_checked() -> None:
-    with pytest.raises(ConfigurationError, match=r"batch_dims names \['z'\].* it contains \['ids'\]"):
+    with pytest.raises(ConfigurationError, match=r"batch_dims names \['z'\].* paths of the batch are \['ids'\]"):
         refuse_unknown(("ids",), {"z": 1})
     for wrong in (["x"], {"x": "1"}, {1: 1}, {"x": True}):
         with pytest.raises(ConfigurationError, match="batch_dims must map the paths of leaves"):
@@ -293,7 +293,7 @@ def test_a_sample_on_the_meta_device_is_refused(is_function: bool) -> None:
     The error names the leaf, and not the operator that failed on it."""
     sample = {"x": torch.zeros(2, 3, device="meta")}
     given = (lambda size, device: sample) if is_function else sample
-    with pytest.raises(BatchError, match=r"x of shape \(2, 3\) is on the meta device"):
+    with pytest.raises(BatchError, match=r"x: a tensor of shape \(2, 3\) is on the meta device"):
         find_sample(nn.Linear(3, 3), given, None, {}, 2, torch.device("cpu"))
 
 
@@ -301,5 +301,7 @@ def test_a_sparse_tensor_is_refused_by_its_path() -> None:
     """A sparse adjacency matrix ended in an error about its storage or strides, from within the trace or a digest."""
     for sparse in (Tensor.to_sparse_coo, Tensor.to_sparse_csr):
         data = {"x": torch.zeros(4, 2), "beside": {"table": sparse(torch.eye(6))}}
-        with pytest.raises(BatchError, match=r"\['beside'\]\['table'\] of shape \(6, 6\) is sparse.*to_dense"):
+        with pytest.raises(
+            BatchError, match=r"\['beside'\]\['table'\]: a tensor of shape \(6, 6\) is sparse.*to_dense"
+        ):
             read_batch(nn.Linear(2, 2), data)

@@ -158,7 +158,7 @@ def wrong() -> list[str]:
 @pytest.mark.turns
 def test_a_declaration_that_does_not_fit_is_told_on_every_rank(pool: Pool) -> None:
     expected = [
-        r"batch_dims names \['lables'\], which the batch does not contain: .* \['frames', \".beside\['bias'\]\"",
+        r"batch_dims names \['lables'\], but the paths of the batch are \['frames', \".beside\['bias'\]\"",
         r"dimension 1 of labels as the batch dimension, but its size is 6 for 5 samples \(dimension 0 of frames\)",
         r"dimension 3 of frames as the batch dimension, but frames has shape \(5, 6, 8\)",
         "batch_dims must map the paths of leaves to a dimension or None.*got 1",

@@ -279,5 +279,5 @@ def test_media_of_nobody_are_not_cut() -> None:
         read = read_batch(model, data)
         (whole,) = read.split(1)
         assert torch.equal(whole.data["pixel_values"], NUMBERS[:5])
-        with pytest.raises(BatchError, match=r"pixel_values has 5 entries for 3 samples.*use one microbatch"):
+        with pytest.raises(BatchError, match=r"pixel_values has 5 entries for 3 samples.*pass num_microbatches=1"):
             read.split(2)

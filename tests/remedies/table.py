@@ -316,7 +316,7 @@ REMEDIES = {
     ),
     "a nested tensor in a batch": Remedy(
         ("nested tensors",),
-        r"ids is a nested tensor.*ids.to_padded_tensor",
+        r"ids: nested tensors are not supported.*tensor.to_padded_tensor",
         Training(batches=nested_batches),
         (Training(batches=padded_batches),),
     ),
