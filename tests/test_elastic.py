@@ -286,7 +286,7 @@ def test_a_job_whose_steps_are_incomplete_does_not_begin_anew(pool: Pool, tmp_pa
     (tmp_path / "step-00000003" / "model").mkdir(parents=True)
     first, second = pool.run(resumed, 2, tmp_path)
     assert first == second
-    assert_told([first], ["contains no complete step; step-00000003 is not complete .*or move incomplete steps away"])
+    assert_told([first], ["contains no complete step; step-00000003 is not complete .*or move these steps away"])
 
 
 def averaged(folder: Path) -> tuple[bool, bool, str]:

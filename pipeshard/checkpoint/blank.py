@@ -15,8 +15,8 @@ from pipeshard.split.initialize import note_blank
 from pipeshard.split.quantized import quantization_of, quantize_blank
 
 RESIZED_HEAD = (
-    " (for a head of another size, load the folder with transformers' from_pretrained(..., ignore_mismatched_sizes="
-    "True), save it with save_pretrained, and load that folder)"
+    " (for a head of another size, call transformers' from_pretrained(..., ignore_mismatched_sizes=True), save the "
+    "model with save_pretrained, and load the new folder)"
 )
 
 
@@ -24,7 +24,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained. Boost loads the
     weights."""
     if gguf_file is not None and not (path / gguf_file).is_file():
-        raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
+        raise CheckpointError(f"{path / gguf_file} is not a file: pass a folder that contains {gguf_file}")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     trusted = {"trust_remote_code": options.pop("trust_remote_code", False)}  # None would prompt on the terminal

@@ -90,7 +90,7 @@ def writes(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(path.parent).free
             raise CheckpointError(
-                f"{path} cannot be written ({reason(error)}; {free / 1e6:,.0f} MB are free on this disk): free some "
+                f"{path} cannot be written ({reason(error)}; free on this disk: {free / 1e6:,.0f} MB): free some "
                 "space, check the folder's permissions, or save to another disk. Earlier checkpoints are unchanged"
             ) from error
         raise CheckpointError(
@@ -123,7 +123,7 @@ def make_way(target: Path, mark: str, own: str = ALL) -> None:
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
     is_mount = os.path.ismount(target)
     if is_mount or (target.exists() and Path.cwd().is_relative_to(target)):
-        what = "a mount point" if is_mount else "the working folder, or contains it"
+        what = "a mount point" if is_mount else "the working folder or one of its parents"
         raise CheckpointError(f"{target} is {what}, so a save cannot replace it: choose a new folder inside it")
     if mark and target.exists() and any(target.iterdir()) and not (target / mark).exists():
         raise CheckpointError(
@@ -339,9 +339,11 @@ class Save(ABC):
             failed = [stage for stage, (said, _) in heard.items() if said == "failed"]
             silent = [stage for stage, (_, at) in heard.items() if time.monotonic() > at + SILENT]
             if failed or silent:
-                why = "could not write" if failed else "exited before they had written"
+                gone = failed or silent
+                why = "could not write to the checkpoint" if failed else "stopped before the checkpoint was complete"
                 raise CheckpointError(
-                    f"{self.unit}s {failed or silent} {why} their part (see their logs); {self.target} is unchanged"
+                    f"{self.unit}{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} {why} (see the logs); "
+                    f"{self.target} is unchanged"
                 )
             time.sleep(0.05)
 

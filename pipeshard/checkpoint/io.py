@@ -201,7 +201,7 @@ class PipelineCheckpointIO:
             state = load_plain(Path(checkpoint), kind, advice)
             name = type(lr_scheduler).__name__
             if not isinstance(state, dict) or state.keys().isdisjoint(lr_scheduler.state_dict()):
-                raise CheckpointError(f"{checkpoint} is not {kind} (it contains no state of a {name}): {advice}")
+                raise CheckpointError(f"{checkpoint} is not {kind} (it contains no state of this {name}): {advice}")
             with explained(
                 lambda error: CheckpointError(
                     f"{checkpoint} is not the state of this {name} ({summary(error)}): {advice} for the same scheduler"

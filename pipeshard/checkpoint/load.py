@@ -275,7 +275,10 @@ class _Plan:
                 if keys := source.scales.keys() & {key for key, _ in piece.sources}:
                     layer = layers.get(name)
                     if layer is None or piece.transform is not None:
-                        self.problems.append(f"{min(keys)} is quantized, but the weight in the model is not")
+                        why = (
+                            "but the weight in the model is not" if layer is None else f"so {name} cannot be converted"
+                        )
+                        self.problems.append(f"{min(keys)} is quantized, {why}")
                         continue
                     self.scales[layer], expected = source.scales[min(keys)], tuple(state[layer].shape)
                 if shape != expected:
@@ -455,18 +458,13 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
                 weights[full].set(weights[first].parameter.detach())
     drawn, unused = [name for name in lost if name not in plan.optional], plan.conversion.unexpected
     for names, what in (
-        (drawn, "are missing and were initialized randomly (train them before use)"),
-        (unused, "are not used"),
+        (drawn, "Missing tensors, which were newly initialized (train them before use)"),
+        (unused, "Unused tensors"),
     ):
         if names and pipeline.grid.first:
             some = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
             logger.warning(
-                "%s was loaded into %s, but %d tensors %s: %s",
-                plan.source.path,
-                type(model).__name__,
-                len(names),
-                what,
-                some,
+                "%s was loaded into %s. %s: %d (%s)", plan.source.path, type(model).__name__, what, len(names), some
             )
 
 

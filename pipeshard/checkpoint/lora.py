@@ -60,8 +60,8 @@ def enable_lora(
         )
     if bnb_quantization_config is not None:
         raise ConfigurationError(
-            "quantize=True and bnb_quantization_config are not supported for a model that already has its weights. "
-            "Remove both, and create the model with PipelinePlugin.from_pretrained(cls, folder, "
+            "booster.enable_lora does not quantize. Remove quantize=True and bnb_quantization_config, and create the "
+            "model with PipelinePlugin.from_pretrained(cls, folder, "
             "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
         )
     base = getattr(model, "_pretrained", None)
@@ -195,10 +195,11 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
                     f"{within} does not fit the adapter {adapter}: only one of the two has {listed(differing, 3)}. "
                     "Load a checkpoint of the same adapters"
                 )
-            if any(own[key].shape != value.shape for key, value in saved.items()):
+            if resized := [key for key, value in saved.items() if own[key].shape != value.shape]:
+                shape, expected = (tuple(values[resized[0]].shape) for values in (saved, own))
                 raise CheckpointError(
-                    f"{within} does not fit the adapter {adapter}: the tensors of the two differ in shape. Load a "
-                    "checkpoint of the same adapters"
+                    f"{within} does not fit the adapter {adapter}: {resized[0]} has shape {shape}, but {expected} in "
+                    "the model. Load a checkpoint of the same adapters"
                 )
             values |= {names[id(own[key])]: value for key, value in saved.items() if id(own[key]) in names}
         buffers = dict(module.named_buffers(remove_duplicate=False))

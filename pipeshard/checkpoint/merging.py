@@ -28,7 +28,8 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if any(config.is_prompt_learning for config in module.peft_config.values()):
         raise CheckpointError(
-            f"merge=True does not support prompt tuning, which adapts no weights. Call save_pretrained {WHOLE}"
+            "merge=True does not support prompt learning (such as prompt or prefix tuning), which adapts no weights. "
+            f"Call save_pretrained {WHOLE}"
         )
     tied = {name for names in names_of(module).values() if len(names) > 1 for name in names}
     made = dict(tensors)

@@ -122,8 +122,8 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     shared = {key: value for key, value in packed["state"].items() if key not in names}
     if unnamed := [key for key in shared if not isinstance(key, str)]:
         raise CheckpointError(
-            f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in the optimizer's groups: a "
-            "checkpoint can contain only states of parameters, and states whose key is a string"
+            f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in the optimizer's groups. A "
+            "checkpoint can contain only states of parameters, and states whose key is a string: use such a key"
         )
     for name, values in states.items():
         if weights[name].master.dtype != weights[name].parameter.dtype:
@@ -193,7 +193,7 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
             if encode(whole["shared"].setdefault(key, value)) != encode(value):
                 raise CheckpointError(
                     f"the optimizer's state {key!r}, which belongs to no parameter, differs between rank {rank} and "
-                    "the ranks before it. Compute this state from values that are the same on all ranks, or keep it in "
+                    "an earlier rank. Compute this state from values that are the same on all ranks, or keep it in "
                     "the state of each parameter"
                 )
     of_ranks = [description["param_groups"] for description in descriptions]
@@ -360,7 +360,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
         if problems := list(_problems(content, present)):
             raise CheckpointError(
                 f"{checkpoint} does not fit this optimizer: {listed(problems)}. Load a checkpoint that was saved with "
-                "the same parameter groups"
+                "the same parameters in the same groups"
             )
         states = _saved_states(boosted, source, content, held["parameters"].keys())
     with together(boosted.group):
@@ -438,7 +438,7 @@ def _read_content(source: Path) -> Content:
 def _problems(saved: Content, present: Content) -> Iterator[str]:
     groups, others = saved["param_groups"], present["param_groups"]
     if len(groups) != len(others):
-        yield f"it has {len(groups)} parameter groups, but the optimizer has {len(others)}"
+        yield f"its number of parameter groups is {len(groups)}, but the optimizer's is {len(others)}"
     home = {name: k for k, group in enumerate(groups) for name in group["params"]}
     for k, group in enumerate(others):
         for name in group["params"]:

@@ -56,7 +56,7 @@ def _continue(pipeline: Pipeline, progress: dict[str, Any]) -> None:
 
 def read_rest(file: Path) -> dict[str, Any]:
     """Read the result of `rest_of` from a file. Raises CheckpointError if the file is damaged or invalid."""
-    advice = "load another step (step=...)"
+    advice = "load another step (step=... or, in a Trainer, resume_from_checkpoint=...)"
     rest = load_plain(file, "the training.pt of a training state", advice)
     with explained(  # generators may raise anything for an invalid state
         lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")

@@ -72,7 +72,7 @@ class Source:
         if lost := sorted(listed.keys() - self.shapes.keys()):
             raise CheckpointError(
                 f"the index of {path} lists {lost[0]!r} in {listed[lost[0]]!r}, but that file does not contain this "
-                f"tensor ({len(lost)} such tensors): the checkpoint is incomplete. Save or download it again"
+                f"tensor (number of such tensors: {len(lost)}): the checkpoint is incomplete. Save or download it again"
             )
         self.scales = _scales(self.shapes)
         for of_weight in self.scales.values():
@@ -183,7 +183,7 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
     try:
         listed = read_document(path)["weight_map"]
         if not isinstance(listed, dict):
-            raise TypeError("its weight_map must be an object")
+            raise TypeError("its weight_map must be a JSON object")
         files = sorted({_of_folder(path, name) for name in listed.values()})
         lost = [file for file in files if not (path.parent / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -323,7 +323,7 @@ def _ready(state: Mapping[str, Tensor], snapshot: bool) -> dict[str, Tensor]:
 def _make(folder: Path, module: nn.Module) -> None:
     """Create the folder of a save. Raises CheckpointError if it is a file, and warns if it contains adapters."""
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file, but shard=True writes a folder: pass another path")
+        raise CheckpointError(f"{folder} is a file, but the save writes a folder: pass another path")
     if isinstance(module, PreTrainedModel) and (folder / ADAPTER_CONFIG).is_file():
         logger.warning(  # an error would lose the result of a run
             "%s contains adapters (%s), which from_pretrained will apply to the weights that are saved here: remove "

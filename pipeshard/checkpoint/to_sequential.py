@@ -54,8 +54,9 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
             "from_pretrained(..., quantization_config=...), and call PeftModel.from_pretrained(base, <folder>)"
         )
     if pipeline.blank:
+        those = "parameter that has" if len(pipeline.blank) == 1 else "parameters that have"
         raise UsageError(
-            f"to_sequential got a model with {len(pipeline.blank)} parameters that have no values yet (first: "
+            f"to_sequential got a model with {len(pipeline.blank)} {those} no values yet (first: "
             f"{min(pipeline.blank)}): call booster.load_model(model, <folder>) first"
         )
     pipeline.gradients.settle()
@@ -65,7 +66,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
         try:
             copied = _copied_stage(pipeline, torch.device(device))
         except Exception as error:  # __deepcopy__ of the user's attributes may raise anything
-            failure = f"copy.deepcopy of {type(pipeline.model).__name__} failed on stage {pipeline.rank}: {error!r}"
+            name = type(pipeline.model).__name__
+            failure = f"copy.deepcopy of {name} failed on rank {pipeline.rank} of the pipeline: {error!r}"
     for stage, tensors in enumerate(_entries_of_all(pipeline, failure)):
         for entry in tensors:
             value = _shared(pipeline, stage, entry)

@@ -263,7 +263,7 @@ def load_training_state(
     io_of(models[MODEL]).wait()  # the step that is being written may be the newest, and removes earlier steps
     with together(pipeline.grid.world):
         steps = _choose(parent, step)
-    _refuse_other_number(steps[0], pipeline, "newest step")
+    _refuse_other_number(steps[0], pipeline, "step to load")
     damaged: dict[Path, str] = {}
     for chosen in steps:
         folder = existing(_folder(parent, chosen))
@@ -293,7 +293,9 @@ def load_training_state(
         saved = rest | {name: folder / name for name in (*optimizers, *models) if (folder / name).exists()}
         missing = [name for name in given if given[name] is not None and saved.get(name) is None]
         if missing:
-            raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: do not pass these objects")
+            raise CheckpointError(
+                f"{folder} was saved without {', '.join(missing)}: pass only objects whose state it contains"
+            )
         if dataloader is not None:
             dataloader.load_state_dict(rest["dataloader"])
     for name, each in models.items():
@@ -356,7 +358,7 @@ def _refuse_other_number(value: int, pipeline: Pipeline, what: str) -> None:
     values = gather_objects(value, pipeline.grid.world)
     if len(set(values)) > 1:
         raise CheckpointError(
-            f"the {what} differs between ranks: {values}. Pass the same value on every rank, and use a directory that "
+            f"the {what} differs between ranks: {values}. Pass the same arguments on every rank, with a directory that "
             "all ranks can access"
         )
 
@@ -390,10 +392,11 @@ def _choose(parent: Path, step: int | None) -> list[int]:
     if step in steps:
         return [step]
     flaws = [f"; {path.name} is not complete ({why})" for path, why in _incomplete(parent)]
-    what = "no complete step" if step is None else f"no complete step {step}, only {steps[::-1]}"
-    advice = "; restore these files, or move incomplete steps away" if flaws else ""
+    what = f"no complete step {step}, only {steps[::-1]}" if steps else "no complete step"
+    other = "another step, or " if steps else ""
+    advice = "; restore the files of incomplete steps, or move these steps away" if flaws else ""
     raise CheckpointError(
-        f"{parent} contains {what}{''.join(flaws[-3:])}: pass a directory that save_training_state wrote{advice}"
+        f"{parent} contains {what}{''.join(flaws[-3:])}: pass {other}a directory that save_training_state wrote{advice}"
     )
 
 

@@ -49,7 +49,7 @@ def read_document(file: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
-        raise ValueError(f"its content must be a JSON object, not a {type(content).__name__}")
+        raise ValueError(f"its content must be a JSON object, but has type {type(content).__name__}")
     return content
 
 

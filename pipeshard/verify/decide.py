@@ -171,7 +171,7 @@ def prove_at_boost(
         raise BatchError(proof.reason) from proof.cause
     if proof.coupled:
         raise VerificationError(
-            f"the loss or gradients of {name} in microbatches do not match those of the whole batch, so training is "
+            f"the results of {name} in microbatches do not match those of the whole batch, so training is "
             f"aborted: {proof.reason}. Either samples depend on each other (a statistic of the batch, a comparison of "
             "its samples, a memory bank), or the dimension that is split is not the batch dimension. "
             f"Pass {_remedies(sample)}"
@@ -180,10 +180,10 @@ def prove_at_boost(
         _refuse_slices(config, name, proof)
     if is_ragged and proof.kind == DIFFERENT:
         raise VerificationError(
-            f"microbatch_tokens={config.microbatch_tokens}: the result of {name} changes if the padding of its samples "
-            f"is removed: {proof.reason}. Either the loss counts padding (set the labels of padding to -100), or the "
-            "model reads padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) to skip "
-            "this check"
+            f"microbatch_tokens={config.microbatch_tokens}: {name} in microbatches with less padding does not match "
+            f"the unsplit model: {proof.reason}. Probably, the loss counts padding (set the labels of padding to -100) "
+            "or the model reads padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) to "
+            "skip this check"
         )
     if proof.kind == DIFFERENT:
         raise VerificationError(
@@ -212,7 +212,7 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
         )
     raise VerificationError(
         f"num_slices={config.num_slices!r}: {name} in slices does not match the model on whole sequences, so training "
-        f"is aborted: {proof.reason}. Either a position depends on later ones, or the model's forward does not "
+        f"is aborted: {proof.reason}. Probably, a position depends on later ones, or the model's forward does not "
         "continue exactly where its cache ends. Use num_slices=1. PipelinePlugin(verify=False) skips this check"
     )
 
@@ -227,13 +227,14 @@ def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
             model.train()
         norms = [name for name in norms if model.get_submodule(name).training]
     if norms:
+        one = len(norms) == 1
         logger.warning(
-            "%s has %d batch norms (%s, ...), which normalize each microbatch with its own mean and variance, "
+            "%s has %s, which %s each microbatch with its own mean and variance, "
             "as in gradient accumulation: loss and gradients do not exactly match those of the whole batch. If they "
             "must match, pass num_microbatches=1",
             type(model).__name__,
-            len(norms),
-            norms[0],
+            f"a batch norm ({norms[0]})" if one else f"{len(norms)} batch norms ({norms[0]}, ...)",
+            "normalizes" if one else "normalize",
         )
 
 
@@ -264,8 +265,8 @@ def _remedies(sample: Batch) -> str:
     dims = _other_dims(sample)
     other = f", or batch_dims={dims} if dimension 1 is the batch dimension (time-first data)" if dims else ""
     return (
-        "num_microbatches=1 to train on whole batches, or loss_reduction='microbatch' to train on each microbatch "
-        f"separately, as gradient accumulation does{other}"
+        "num_microbatches=1 to train on whole batches, or (not in a Trainer) loss_reduction='microbatch' to train on "
+        f"each microbatch separately, as gradient accumulation does{other}"
     )
 
 

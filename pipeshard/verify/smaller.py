@@ -114,7 +114,7 @@ def _with_adapters(model: Any, base: nn.Module) -> nn.Module:
 def _refuse_large(parameters: Iterable[nn.Parameter], most: float, copied: str = "a smaller copy") -> None:
     needed = 4 * sum(parameter.numel() for parameter in parameters)
     if needed > most:
-        raise Unlike(f"{copied} takes {needed / 2**30:.1f} GiB")
+        raise Unlike(f"{copied} takes {needed / 2**30:.1f} GiB, more than the limit of {most / 2**30:.1f} GiB")
 
 
 def _ids(given: Copies, config: Any) -> Tensor | None:

@@ -224,7 +224,7 @@ def test_states_of_no_parameter_are_saved(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(counted, 2, tmp_path)
     assert ranks[0] == ranks[1]
     assert ranks[0][:3] == [3, 3, False]
-    assert "state 'k', which belongs to no parameter, differs between rank 1 and the ranks before it" in ranks[0][3]
+    assert "state 'k', which belongs to no parameter, differs between rank 1 and an earlier rank" in ranks[0][3]
     assert "the key ('step',), which is not a parameter in the optimizer's groups" in ranks[0][4]
 
 
@@ -515,7 +515,8 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         "llama does not fit this optimizer: transformer.wte.weight is missing; .*; and .* more",
         "partly does not fit this optimizer: transformer.ln_f.weight is missing; transformer.ln_f.bias is missing[.] ",
         "good does not fit this optimizer: transformer.ln_f.bias is unexpected; .*ln_f.weight is unexpected[.] Load ",
-        "it has 3 parameter groups, but the optimizer has 1; .*h.0.ln_1.weight is in group 2, but in group 0 of",
+        "its number of parameter groups is 3, but the optimizer's is 1; "
+        ".*h.0.ln_1.weight is in group 2, but in group 0 of",
         r"transformer.wpe.weight has shape \(65, 32\), but \(64, 32\) in the optimizer[.] Load a ",
         "nowhere cannot be read: it does not exist",
         "else/optimizer.pt is not an optimizer checkpoint .*does not exist.*.*that booster.save_optimizer wrote",
@@ -729,7 +730,7 @@ def test_schedulers_without_an_epoch(pool: Pool, tmp_path: Path) -> None:
     last_epoch."""
     for longer, none in pool.run(chains, 2, tmp_path):
         assert "chain.pt is not the state of this ChainedScheduler (IndexError" in longer
-        assert "optimizer.pt is not the state of an LR scheduler (it contains no state of a Chained" in none
+        assert "optimizer.pt is not the state of an LR scheduler (it contains no state of this Chained" in none
 
 
 def through_a_link(folder: Path) -> str:
@@ -752,7 +753,7 @@ def test_a_link_of_the_user_s_still_leads_to_his_disk(pool: Pool, tmp_path: Path
     (tmp_path / "disk" / "notes.txt").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     told = pool.run(through_a_link, 2, tmp_path)
-    assert told[0] == told[1] and "is the working folder, or contains it" in told[0]
+    assert told[0] == told[1] and "is the working folder or one of its parents" in told[0]
     assert (tmp_path / "link").is_symlink()
     assert {"notes.txt", "optimizer.pt"} <= {path.name for path in (tmp_path / "disk").iterdir()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]

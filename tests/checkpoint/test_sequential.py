@@ -500,7 +500,8 @@ def wrong(what: str) -> None:
         (
             "uncopyable",
             UsageError,
-            "copy.deepcopy of LlamaForCausalLM failed on stage 1: TypeError('a recorder cannot be copied')",
+            "copy.deepcopy of LlamaForCausalLM failed on rank 1 of the pipeline: "
+            "TypeError('a recorder cannot be copied')",
         ),
     ],
 )

@@ -204,9 +204,9 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     refused(index_of(folder, {"a": "\ud800"}), r"refers to '\\ud800', which is missing: the checkpoint is incomplete")
     refused(index_of(folder, {"a": "snapshot"}), "which is missing")
     for weights in (None, [], True, 3):
-        refused(index_of(folder, weights), "its weight_map must be an object")
+        refused(index_of(folder, weights), "its weight_map must be a JSON object")
     for text, what in (
-        ("[]", "must be a JSON object, not a list"),
+        ("[]", "must be a JSON object, but has type list"),
         ("[" * 10**5, "nested too deeply"),
         ("{}", "KeyError"),
     ):

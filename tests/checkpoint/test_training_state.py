@@ -305,7 +305,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Poo
     expected = [
         "none contains no complete step: pass a directory that save_training_state wrote",
         r"all contains no complete step 4, only \[5\]",
-        "was saved without optimizer, lr_scheduler, dataloader: do not pass these objects",
+        "was saved without optimizer, lr_scheduler, dataloader: pass only objects whose state",
         "saved with {'batch_size': 4, 'samples': 14}, but this dataloader has {'batch_size': 3, 'samples': 14}",
         "this DataLoader has no state_dict with its position .*plugin.prepare_dataloader.*dataloader=None",
         "this LlamaForCausalLM was not boosted",
@@ -510,7 +510,7 @@ def _full(*_: Any, **__: Any) -> None:
 @pytest.mark.turns
 def test_a_save_in_the_background_that_fails_is_told_by_the_next_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(failing_in_the_background, 2, tmp_path)
-    assert "ranks [1] could not write their part" in first[0] or "No space left" in first[0]
+    assert "rank 1 could not write to the checkpoint" in first[0] or "No space left" in first[0]
     assert first[0] == second[0] and first[1] == []
 
 
