@@ -299,7 +299,9 @@ def evaluated_other(folder: str, plugin: dict[str, Any] | None) -> float:
         made = trainer("causal", folder, plugin)
         loss: float = made.evaluate()["eval_loss"]
         if plugin:
-            with pytest.raises(UsageError, match=r"calls training_step with a \w+ that is not the Trainer's model"):
+            with pytest.raises(
+                UsageError, match=r"calls training_step with an instance of \w+ that is not the Trainer's model"
+            ):
                 made.train()
         return loss
 

@@ -326,7 +326,7 @@ def refused(kind: str, folder: str, what: str) -> None:
 
 def all_refused(folder: str) -> None:
     refused("Writing", folder, r"the open file self\.file.*in log\(\)")
-    refused("Counting", folder, r"but self\.numbers.* holds a range_iterator")
+    refused("Counting", folder, r"but self\.numbers.* holds an instance of range_iterator")
     refused("Lambdas", folder, r"but self\.rule.*use tensors, arrays, numbers")
 
 

@@ -342,8 +342,8 @@ def _refuse_graphs(batch: Batch) -> None:
     kind = next((kind for kind in batch.tree.kinds if hasattr(kind, "__cat_dim__")), None)
     if kind is not None:
         raise BatchError(
-            f"the batch contains a {kind.__name__}, whose tensors have one row per node or edge, not per sample, so it "
-            "cannot be split into microbatches. Pass PipelinePlugin(num_microbatches=1)"
+            f"the batch contains an instance of {kind.__name__}, whose tensors have one row per node or edge, not per "
+            "sample, so it cannot be split into microbatches. Pass PipelinePlugin(num_microbatches=1)"
         )
 
 

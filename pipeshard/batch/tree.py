@@ -199,7 +199,9 @@ def _opened_mapping(node: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], Cal
     except Exception:  # its constructor may raise anything for a dict
         is_same = False
     if not is_same:
-        raise BatchError(f"the batch contains a {cls.__name__} that cannot be built from a dict: use a dict instead")
+        raise BatchError(
+            f"the batch contains an instance of {cls.__name__} that cannot be built from a dict: use a dict instead"
+        )
     return [(MappingKey(name), node[name]) for name in names], lambda values: cls(dict(zip(names, values, strict=True)))
 
 

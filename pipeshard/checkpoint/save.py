@@ -53,8 +53,9 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     state, saved = module.state_dict(keep_vars=True), saved_names(module)
     if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(
-            f"the state_dict of {type(module).__name__} contains {strange[0]}, a {type(state[strange[0]]).__name__}, "
-            "but a checkpoint contains only tensors: return a tensor from get_extra_state, or use a buffer"
+            f"the state_dict of {type(module).__name__} contains {strange[0]} of type "
+            f"{type(state[strange[0]]).__name__}, but a checkpoint contains only tensors: return a tensor from "
+            "get_extra_state, or use a buffer"
         )
     held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
     own = {first: saved[first] for first in sorted(held)}
@@ -231,7 +232,9 @@ class FileSave(Save):
         pipeline, module = boosted.pipeline, boosted.unwrap()
         with together(pipeline.group):
             if target.is_dir():
-                raise CheckpointError(f"{target} is a folder, but shard=False writes a file: pass shard=True")
+                raise CheckpointError(
+                    f"{target} is a folder, but shard=False writes a file: pass shard=True, or the path of a file"
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
             named = tensors if target.suffix in STATE_DICTS else revert(module, tensors)
             ready = _ready(named, snapshot)

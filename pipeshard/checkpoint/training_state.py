@@ -167,8 +167,8 @@ def check_loader(model: nn.Module | Sequence[nn.Module], dataloader: Any) -> Non
     with together(models_by_name(model)[MODEL].pipeline.grid.world):
         if dataloader is not None and not all(hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")):
             raise CheckpointError(
-                f"this {type(dataloader).__name__} has no state_dict with its position in the data: create it with "
-                "plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
+                f"this {type(dataloader).__name__} lacks state_dict or load_state_dict for its position in the data: "
+                "create it with plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
             )
 
 

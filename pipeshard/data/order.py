@@ -125,8 +125,8 @@ class Order:
             if key not in members:
                 raise CheckpointError(
                     f"the data position was saved with the state of {key.partition(' ')[2]}, which this dataloader "
-                    "does not use, or uses at another place (its samplers and streams are, in order, "
-                    f"{', '.join(key.partition(' ')[2] for key in members)}): create the dataloader as when saving"
+                    "does not use, or uses at another place (its samplers and streams, in order: "
+                    f"{', '.join(key.partition(' ')[2] for key in members)}): create the dataloader as before the save"
                 )
         for (key, name), value in self._first.items():  # reset the attributes that the state does not contain
             if key in members and name not in state.get(key, {}).get("attributes", {}):

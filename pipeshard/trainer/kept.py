@@ -506,7 +506,11 @@ def _is_python(value: Any) -> bool:
 
 
 def _not_sent(where: str, value: Any) -> UsageError:
-    what = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else f"a {type(value).__name__}"
+    what = (
+        f"{value.__module__}.{value.__qualname__}"
+        if hasattr(value, "__qualname__")
+        else f"an instance of {type(value).__name__}"
+    )
     return UsageError(
         f"the last stage runs compute_loss and sends changed state and results to the other ranks, but {where} holds "
         f"{what}, which cannot be sent: use tensors, arrays, numbers, strings, collections of these, or objects of a "

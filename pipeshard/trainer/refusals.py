@@ -106,9 +106,10 @@ def refuse_split(model: nn.Module, name: str) -> None:
     """Raise ConfigurationError for a model that is already split into stages, so that this rank holds only a part."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
-            f"{name} got a {type(model).__name__} that another Trainer, or booster.boost, has already split: no rank "
-            "holds all of it. Call train() of that Trainer again, or save the model (trainer.save_model(folder), or "
-            "booster.save_model(model, folder, shard=True)) and pass the model that from_pretrained(folder) returns"
+            f"{name} got an instance of {type(model).__name__} that another Trainer, or booster.boost, has already "
+            "split: no rank holds all of it. Call train() of that Trainer again, or save the model "
+            "(trainer.save_model(folder), or booster.save_model(model, folder, shard=True)) and pass the model that "
+            "from_pretrained(folder) returns"
         )
 
 

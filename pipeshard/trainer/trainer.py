@@ -256,9 +256,9 @@ class Loop(Evaluation):
         Raises UsageError if `model` is not the Trainer's own."""
         if self.is_foreign(model):
             raise UsageError(
-                f"{type(self).__name__} calls training_step with a {type(model).__name__} that is not the Trainer's "
-                "model, but a pipeline trains only its own model: pass the model that training_step receives. To "
-                "train another model, create another Trainer"
+                f"{type(self).__name__} calls training_step with an instance of {type(model).__name__} that is not the "
+                "Trainer's model, but a pipeline trains only its own model: pass the model that training_step "
+                "receives. To train another model, create another Trainer"
             )
         if self._held:
             self.refuse_written("between the batches of a window")

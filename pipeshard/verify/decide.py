@@ -182,8 +182,8 @@ def prove_at_boost(
         raise VerificationError(
             f"microbatch_tokens={config.microbatch_tokens}: {name} in microbatches with less padding does not match "
             f"the unsplit model: {proof.reason}. Probably, the loss counts padding (set the labels of padding to -100) "
-            "or the model reads padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) to "
-            "skip this check"
+            "or the model reads padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) "
+            "to skip this check"
         )
     if proof.kind == DIFFERENT:
         raise VerificationError(

@@ -312,7 +312,7 @@ def trained_on_tuples() -> dict[str, float]:
         "flag": off(WithFlag(), labelled, of_classes, 2),
         "mask": off(Classifier(), lambda seed: labelled(seed, True), of_classes, 2),
     }
-    with pytest.raises(BatchError, match=r"contains a Graph.*num_microbatches=1"):
+    with pytest.raises(BatchError, match=r"contains an instance of Graph.*num_microbatches=1"):
         boosted(OfGraph(), graph(6, 0), of_graph, 2)
     return {name: error for name, error in errors.items() if not error < 2e-6}
 

@@ -213,7 +213,7 @@ def test_extra_states(pool: Pool, tmp_path: Path) -> None:
     """A tensor of `get_extra_state` was saved and never set again, though the load was strict. Anything else ended each
     save in an AttributeError."""
     for message in pool.run(extra_states, 2, str(tmp_path / "saved")):
-        assert "state_dict of Limits contains layers.0._extra_state, a dict, but" in message
+        assert "state_dict of Limits contains layers.0._extra_state of type dict, but" in message
 
 
 MASK = torch.ones(8, 8).tril()
