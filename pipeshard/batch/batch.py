@@ -257,8 +257,8 @@ class Batch:
             raise BatchError(
                 f"{path} has {count} {'entry' if count == 1 else 'entries'} for {_samples(self.rows)}, and neither "
                 "placeholder tokens in input_ids nor counts in the batch show which entries belong to which sample: "
-                "pass num_microbatches=1 or, if every sample has the same number of entries, "
-                f"PipelinePlugin(batch_dims={{{path!r}: 0}})"
+                f"pass num_microbatches=1, PipelinePlugin(batch_dims={{{path!r}: 0}}) if every sample has the same "
+                f"number of entries, or batch_dims={{{path!r}: None}} if every microbatch needs all entries"
             )
         first = sum(owners[:row])
         return range(first, first + owners[row])

@@ -87,7 +87,12 @@ def _merged(layer: Any, path: str) -> dict[str, Tensor]:
     }
     memo |= {id(addition): addition for module in layer.modules() for addition in additions(module)}
     with (
-        explained(lambda error: CheckpointError(f"merge=True: peft cannot merge {path[:-1]}: {summary(error)}")),
+        explained(
+            lambda error: CheckpointError(
+                f"merge=True: peft cannot merge the adapters of {path[:-1]} ({summary(error)}). Save the adapters with "
+                "booster.save_lora_as_pretrained instead"
+            )
+        ),
         unsharded_classes(layer),
     ):
         inner = made = copy.deepcopy(layer, memo)
