@@ -146,8 +146,8 @@ class PipelineAccelerator(Accelerator):
         if self.uneven and not self.is_last_call:
             raise UsageError(
                 f"compute_loss gathers values from {self.num_processes} replicas before its last call in a step, but "
-                f"with {self.uneven}, replicas may have different numbers of microbatches, so some could wait forever: pass "
-                "num_microbatches instead, or train one replica (use all ranks for pp_size, tp_size or ep_size)"
+                f"with {self.uneven}, replicas may have different numbers of microbatches, so some could wait forever: "
+                "pass num_microbatches instead, or train one replica (use all ranks for pp_size, tp_size or ep_size)"
             )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
