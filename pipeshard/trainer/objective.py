@@ -368,7 +368,7 @@ class Answer(Asking):
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
                 f"compute_loss passes to the model copies or other values of {', '.join(sorted(other))}, but the "
-                "pipeline runs the model on the batch: pass the values of the batch unchanged, and change them in the "
+                "pipeline runs the model on the batch: pass the tensors of the batch itself, and change values in the "
                 "data collator instead"
             )
         anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}

@@ -362,7 +362,7 @@ REMEDIES = {
     ),
     "layers that mix samples": Remedy(
         ("layers that mix samples", "`VerificationError`: the proof at boost"),
-        "Pass num_microbatches=1 to train on whole batches, or loss_reduction='microbatch'",
+        r"Pass num_microbatches=1 to train on whole batches, or \(not in a Trainer\) loss_reduction='microbatch'",
         Training(nets.Centred),
         (Training(nets.Centred, ONE), Training(nets.Centred, TWICE, parts=2)),
     ),
