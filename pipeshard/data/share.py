@@ -111,7 +111,7 @@ class SharedSampler(Sampler[Any]):
                 "epoch (their state_dict or, without one, their changed attributes with plain values), and then skips "
                 "the entries that were read: the state must determine the order of a whole epoch, and must not contain "
                 "a position in the epoch. Correct the sampler's state_dict. If the order depends on losses of the same "
-                "epoch, save between epochs. To continue in a new order, pass dataloader=None"
+                "epoch, save between epochs. To start at the beginning, pass dataloader=None to load_training_state"
             )
         for number, entry in enumerate(entries, self.skip + 1):
             if number % step == 0 and is_plain(entry):
