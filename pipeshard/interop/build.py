@@ -96,8 +96,9 @@ class StageModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
         """Raise UsageError for a move to another device, and for a cast if other processes have stages: the parts of
         the model outside this module would be neither moved nor cast. In one process, the first stage also casts the
-        buffers outside all units, which glue of every stage reads."""
-        is_alone = len(self._source[1].chunks) == self.num_stages
+        buffers outside all units, which glue of every stage reads. Parameters are cast by the stages that hold them."""
+        model, policy, _ = self._source
+        is_alone = len(policy.chunks) == self.num_stages
         for dtype, device in {(parameter.dtype, parameter.device) for parameter in self.parameters()}:
             after = fn(torch.empty(0, dtype=dtype, device=device))
             if after.device != device or (after.dtype != dtype and not is_alone):
@@ -106,11 +107,12 @@ class StageModule(nn.Module):
                     "after build, since the rest of the model would keep its dtype and its device: call "
                     "model.to(dtype) before build, and pass the runtime's device to build (device=...)"
                 )
-            if after.dtype != dtype:
-                self._traces = self._new_traces()
+        if is_alone and _casts(fn):
+            self._traces = self._new_traces()  # also in a stage without parameters: its glue reads those of others
         if is_alone and self.index == 0:
-            model, policy, _ = self._source
-            _apply_outside(model, {policy.units[call.unit] for call in policy.flow.calls}, fn)
+            kept = {tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)}
+            units = {policy.units[call.unit] for call in policy.flow.calls}
+            _apply_outside(model, units, lambda tensor: tensor if tensor in kept else fn(tensor))
         return super()._apply(fn, recurse)
 
     def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
@@ -208,6 +210,12 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
     return root, key
+
+
+def _casts(fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether `fn` changes a floating-point dtype."""
+    dtypes = torch.half, torch.bfloat16, torch.float, torch.double
+    return any(fn(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in dtypes)
 
 
 def _apply_outside(module: nn.Module, units: Set[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:

@@ -23,7 +23,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
 import pipeshard
-from pipeshard import LayerSpec, PipelineModule, PipelinePlugin, Target, analyze_tied_weights, build, register_target
+from pipeshard import (
+    CutPoint,
+    LayerSpec,
+    PipelineModule,
+    PipelinePlugin,
+    Target,
+    analyze_tied_weights,
+    build,
+    register_target,
+)
 from pipeshard.errors import BatchError, ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
 from pipeshard.graph.trace import trace
 from pipeshard.interop.build import Split as Parts
@@ -764,6 +773,40 @@ def test_buffers_outside_the_units_are_cast_with_the_stages(kind: str) -> None:
     split(**data)
     assert torch.equal(split.bfloat16()(**data)["logits"], whole(**data)["logits"])
     assert {buffer.dtype for buffer in model.buffers()} == {torch.bfloat16}
+
+
+class ReadWeights(nn.Module):
+    """The weight of the head, and a weight between the layers, are only read."""
+
+    def __init__(self, cut: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last, self.head, self.cut = *(nn.Linear(4, 4, bias=False) for _ in range(3)), cut
+        self.between = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.last(self.first(x.to(self.first.weight.dtype)) @ self.between)
+        x = self.cut(nn.functional.linear(x, self.head.weight))
+        return {"logits": x.sin()}
+
+
+def test_a_stage_without_parameters_follows_a_cast() -> None:
+    """The last stage kept its traces in fp32, so a product in bf16 failed in it."""
+    model, data = ReadWeights(CutPoint()), {"x": torch.randn(2, 4)}
+    whole = copy.deepcopy(model).bfloat16()
+    split = build(model, 2, batch=data)
+    split(**data)
+    assert not [*split.stages[-1].parameters()]
+    assert torch.equal(split.bfloat16()(**data)["logits"], whole(**data)["logits"])
+
+
+def test_a_cast_of_the_first_stage_keeps_the_parameters_of_other_stages() -> None:
+    """A head whose weight is only read was cast with the first stage, and its gradient too."""
+    model, data = ReadWeights(nn.Identity()), {"x": torch.randn(2, 4)}
+    split = build(model, ["first"], batch=data)
+    split(**data)["logits"].sum().backward()
+    split.stages[0].double()
+    kept = [tensor for p in split.stages[-1].parameters() for tensor in (p, p.grad)]
+    assert {tensor.dtype for tensor in kept} == {torch.float32} != {p.dtype for p in split.stages[0].parameters()}
 
 
 class Stopped(nn.Module):
