@@ -411,6 +411,36 @@ def test_a_large_array_that_a_trial_writes_to_is_restored() -> None:
     assert np.isnan(trainer.counts).all() and not any(kept.changes())
 
 
+def test_an_array_is_copied_once_and_a_mapped_file_never(tmp_path: Path) -> None:
+    """A trial copied every view of an array, and read files that are mapped to memory with "c" or "r+" into memory."""
+    np.save(tmp_path / "features.npy", np.zeros(400_000))
+    mapped, bank = np.load(tmp_path / "features.npy", mmap_mode="c"), np.zeros(400_000)
+    arrays = {"late": bank[200_000:], "bank": bank, "early": bank[:200_000]}
+    files = {"file": mapped, "part": np.asarray(mapped)[1:][1:]}
+    trainer = SimpleNamespace(**arrays, **files, callback_handler=SimpleNamespace(callbacks=[]))
+    kept = KeptState(trainer, copies=True)
+    assert sum(copy.nbytes for copy in kept.copied.values()) == bank.nbytes
+    bank[:] = 1.0
+    kept.restore()
+    assert not bank.any() and not any(kept.changes())
+    mapped[5] = bank[5] = 1.0
+    with pytest.raises(UsageError, match=r"self\.file \(3\.1 MB\) in place, .* cannot undo .*: use an array in memory"):
+        kept.restore()
+    assert not bank.any()
+
+
+def test_an_array_with_a_read_only_view_is_restored() -> None:
+    """The view had no copy, so a loss that wrote to its array after the model call was advised to do just that."""
+    bank = np.zeros(200_000)
+    view = bank[:150_000]
+    view.flags.writeable = False
+    for arrays in ({"view": view, "bank": bank}, {"bank": bank, "view": view}):
+        kept = KeptState(SimpleNamespace(**arrays, callback_handler=SimpleNamespace(callbacks=[])), copies=True)
+        bank[3] = 1.0
+        kept.restore()
+        assert not bank.any() and not any(kept.changes())
+
+
 def sample(monitor: Monitor) -> None:
     monitor.run()
 

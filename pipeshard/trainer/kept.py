@@ -7,6 +7,7 @@ no code is sent.
 """
 
 import io
+import mmap
 import sys
 import threading
 import zlib
@@ -60,15 +61,16 @@ class KeptState(Snapshot):
     """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
     objects.
 
-    With `copies`, tensors and arrays of any size can be restored. Otherwise, only tensors of at most SMALL_BYTES bytes
-    and arrays of at most LARGEST_ARRAY bytes can be restored.
+    With `copies`, tensors and arrays of any size can be restored, except sparse tensors, mapped files, and arrays that
+    can be written to only through a base outside the snapshot. Otherwise, only tensors of at most SMALL_BYTES bytes and
+    arrays of at most LARGEST_ARRAY bytes can be restored.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
         self.trainer, self.copies = trainer, copies
         self.roots = _roots(trainer)
         self.marks: list[Any] = []  # one per tensor
-        self.arrays: list[tuple[Path, np.ndarray[Any, Any], int, Any]] = []  # large arrays, with their sums and copies
+        self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large arrays, with their sums
         self.files: list[tuple[Path, Any, int]] = []
         self._of_threads = _changed_by_threads(trainer)
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
@@ -78,6 +80,7 @@ class KeptState(Snapshot):
             _mark(tensor, copies) if copies or not hasattr(holder, "__len__") or len(holder) <= MANY else None
             for _, holder, _, tensor, _ in self.tensors
         ]
+        self.copied = _copied(array for _, array, _ in self.arrays) if copies else {}  # large arrays: id -> copy
 
     def changes(self) -> Iterator[Change]:
         """Yield the differences from the snapshot. Raises UsageError if the position of an open file has changed."""
@@ -87,7 +90,7 @@ class KeptState(Snapshot):
         for (path, holder, key, tensor, version), mark in zip(self.tensors, self.marks, strict=True):
             if tensor._version != version or not _is_marked(tensor, mark):
                 yield Change(path, holder, key, tensor, tensor)
-        for path, array, code, _ in self.arrays:
+        for path, array, code in self.arrays:
             if _code(array) != code:
                 yield Change(path, array, None, array, array)
         for path, file, at in self.files:
@@ -99,28 +102,41 @@ class KeptState(Snapshot):
                 )
 
     def restore(self) -> None:
-        """Restore everything that has changed."""
+        """Restore everything that has changed. Raises UsageError, after restoring the rest, for a tensor or an array
+        that cannot be restored."""
         marks = {id(tensor): mark for (*_, tensor, _), mark in zip(self.tensors, self.marks, strict=True)}
-        marks |= {id(array): copy for _, array, _, copy in self.arrays}
+        sums, lost = {id(array): code for _, array, code in self.arrays}, list[Change]()
         for change in list(self.changes()):
+            copy = self.copied.get(id(change.now), marks.get(id(change.now)))
             if change.before is not change.now:
                 undo(change)
-                continue
-            mark = marks.get(id(change.now))
-            if not isinstance(mark, Tensor | np.ndarray):
-                size = change.now.nbytes / 2**20
-                raise UsageError(
-                    f"compute_loss modifies {_place_name(change.path)} ({size:.1f} MiB) in place before it "
-                    "calls the model, and every rank would have to undo this change: make the change after the model "
-                    "call"
-                )
-            _write(change.now, mark)
+            elif isinstance(copy, Tensor | np.ndarray):
+                _write(change.now, copy)
+            else:
+                lost.append(change)
+        for path, _, _, value, _ in lost:
+            # a view without a copy has been restored with its base
+            if isinstance(value, Tensor) or _code(value) != sums[id(value)]:
+                raise self._not_restored(path, value)
+
+    def _not_restored(self, path: Path, value: Any) -> UsageError:
+        is_sparse = isinstance(value, Tensor) and value.layout is not torch.strided  # has no nbytes
+        size = "" if is_sparse else f" ({value.nbytes / 2**20:.1f} MiB)"
+        what = f"compute_loss modifies {_place_name(path)}{size} in place"
+        if self.copies:
+            return UsageError(
+                f"{what}, but a trace cannot undo a change to a mapped file, to the base of a read-only array or to a "
+                "sparse tensor: use an array in memory or a dense tensor, or make the change in a callback"
+            )
+        return UsageError(
+            f"{what} before it calls the model, and every rank would have to undo this change: make the change after "
+            "the model call"
+        )
 
     def _skips(self, path: Path, value: Any) -> bool:
         """Whether the walk skips the value. Also records large arrays and open files."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST_ARRAY:
-            has_copy = self.copies and value.flags.writeable  # a file that is mapped for reading may exceed the memory
-            self.arrays.append((path, value, _code(value), value.copy() if has_copy else None))
+            self.arrays.append((path, value, _code(value)))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
             self.files.append((path, value, at))
         return _is_apart(value) or id(value) in self._of_threads
@@ -449,6 +465,20 @@ def _write(target: Any, value: Any) -> None:
 
 def _tensor_sum(tensor: Tensor) -> int:
     return int(sum_of_words(tensor))
+
+
+def _copied(arrays: Iterable[np.ndarray[Any, Any]]) -> dict[int, np.ndarray[Any, Any]]:
+    """Copies of the arrays that can be written to, by id. A view is restored with its base, if that is also copied."""
+    writable = {id(array): array for array in arrays if array.flags.writeable and not _is_mapped(array)}
+    return {number: array.copy() for number, array in writable.items() if id(array.base) not in writable}
+
+
+def _is_mapped(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the array is a part of a mapped file, which may exceed the memory."""
+    base: Any = array
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return isinstance(base, mmap.mmap)
 
 
 def _code(array: np.ndarray[Any, Any]) -> int:
