@@ -190,7 +190,7 @@ class PipelineCheckpointIO:
         """Write the scheduler's state, which is the same on all ranks, from the first rank."""
         with new_file(Path(checkpoint), self.grid.world) as folder:
             if self.grid.first:
-                state = plain(lr_scheduler.state_dict(), f"this {type(lr_scheduler).__name__}")
+                state = plain(lr_scheduler.state_dict(), f"the state of this {type(lr_scheduler).__name__}")
                 with writes(Path(checkpoint)):
                     torch.save(state, folder / Path(checkpoint).name)
 

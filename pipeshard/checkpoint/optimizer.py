@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pipeshard.checkpoint.files import existing, new_file, new_folder, together, writes
 from pipeshard.checkpoint.safetensors_files import OWN, check_shards, contents, read_shards, write_files
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
-from pipeshard.checkpoint.untrusted import has_content, load_plain, without_scalars
+from pipeshard.checkpoint.untrusted import has_content, load_plain, plain
 from pipeshard.distributed.collectives import (
     encode,
     gather_objects,
@@ -26,13 +26,12 @@ from pipeshard.distributed.collectives import (
     laid_out,
     like,
     local,
-    reason,
     slice_like,
     whole,
 )
 from pipeshard.engine.groups import is_compared
 from pipeshard.engine.optimizer import PipelineOptimizer
-from pipeshard.errors import CheckpointError, MessageError, explained, listed
+from pipeshard.errors import CheckpointError, listed
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
 # The previous format: single files are the same, but folders use another torch.distributed.checkpoint layout.
@@ -129,14 +128,8 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
         if weights[name].master.dtype != weights[name].parameter.dtype:
             values[VALUE] = weights[name].master.detach()
 
-    def plain(value: Any, what: str) -> Any:
-        with explained(
-            lambda error: CheckpointError(
-                f"{what} of {type(optimizer.optim).__name__} cannot be saved ({reason(error)}): use tensors, numbers, "
-                f"strings, or lists, tuples and dicts of these, or {ONLY_MODEL}"
-            )
-        ):
-            return without_scalars(value)
+    def readable(value: Any, what: str) -> Any:
+        return plain(value, f"{what} of {type(optimizer.optim).__name__}", f", or {ONLY_MODEL}")
 
     def as_parameter(name: str, value: Tensor) -> Tensor:
         parameter = weights[name].parameter
@@ -146,16 +139,23 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
         "format": OPTIMIZER_FORMAT,
         "parameters": {name: like(weights[name].master.detach(), weights[name].parameter) for name in states},
         "param_groups": [
-            {key: plain(value, f"option {key!r} of group {k}") for key, value in group.items() if key != "param_names"}
+            {
+                key: readable(value, f"option {key!r} of group {k}")
+                for key, value in group.items()
+                if key != "param_names"
+            }
             | {"params": [names[number] for number in group["params"]]}
             for k, group in enumerate(packed["param_groups"])
         ],
         "state": {
-            name: {key: plain(value, f"state {key!r} of {name}") for key, value in values.items()}
+            name: {
+                key: value if isinstance(value, Tensor) else readable(value, f"state {key!r} of {name}")
+                for key, value in values.items()
+            }
             for name, values in converted(states, as_parameter).items()
             if values
         },
-        "shared": {key: plain(value, f"state {key!r}") for key, value in shared.items()},
+        "shared": {key: readable(value, f"state {key!r}") for key, value in shared.items()},
     }
 
 
@@ -325,9 +325,7 @@ def _described(boosted: PipelineOptimizer) -> tuple[Content, Content]:
     with together(boosted.group):
         content = optimizer_content(boosted)
         _refuse_wrappers(content["state"])
-        description = on_meta(content)
-        _check_readable(description)
-    return content, description
+    return content, on_meta(content)
 
 
 def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
@@ -374,17 +372,6 @@ def boosted_optimizer(optimizer: Optimizer) -> PipelineOptimizer:
             f"this {type(optimizer).__name__} was not boosted: pass the optimizer that booster.boost(...) returned"
         )
     return optimizer
-
-
-def _check_readable(description: Content) -> None:
-    """Raise CheckpointError for values that torch.load(weights_only=True) could not load."""
-    try:
-        encode(description)
-    except MessageError as error:
-        raise CheckpointError(
-            f"the optimizer's options or states cannot be saved: {error}. Use an optimizer without objects in its "
-            f"options and states (GaLore keeps some), or {ONLY_MODEL}"
-        ) from error
 
 
 def _refuse_wrappers(states: States) -> None:

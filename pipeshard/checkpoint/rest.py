@@ -20,7 +20,7 @@ def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, dataloader: Any 
     state that `read_rest` could not read."""
 
     def state_of(part: Any) -> Any:
-        return None if part is None else plain(part.state_dict(), f"this {type(part).__name__}")
+        return None if part is None else plain(part.state_dict(), f"the state of this {type(part).__name__}")
 
     first, *others = (_progress(model.pipeline) for model in models)
     schedulers = {name: state_of(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}

@@ -214,15 +214,18 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
 
 
-def plain(value: Any, what: str) -> Any:
+def plain(value: Any, what: str, advice: str = " in its state_dict()") -> Any:
     """`value` with NumPy scalars converted to Python numbers, for a file that `load_plain` can read.
 
-    Raises a CheckpointError that names `what` if `load_plain` could not read a file with this value.
+    Raises a CheckpointError that names `what`, with the `advice`, if `load_plain` could not read a file with this
+    value.
     """
+    if value is None or type(value) in (bool, int, float, str):  # an optimizer may keep one for each parameter
+        return value
     with explained(
         lambda error: CheckpointError(
-            f"the state of {what} cannot be saved ({reason(error)}). A saved state can contain only tensors, numbers, "
-            "strings, and lists, tuples and dicts of these: convert other values in its state_dict()"
+            f"{what} cannot be saved ({reason(error)}): use tensors, numbers, strings, or lists, tuples and dicts of "
+            f"these{advice}"
         )
     ):
         value = without_scalars(value)

@@ -286,8 +286,8 @@ def test_states_of_several_tensors_are_refused_by_name(pool: Pool, tmp_path: Pat
         assert all("use bitsandbytes.optim.AdamW8bit" in problem for problem in problems)
 
 
-def of_numpy_and_sets(folder: Path) -> list[str]:
-    """What is said of a set among the options, and of one among the states; numbers of numpy are saved."""
+def of_numpy_and_objects(folder: Path) -> list[str]:
+    """What is said of a set and of an object among the options and the states; numbers of numpy are saved."""
     run, said = Run(lambda model: Counting(model.parameters())), list[str]()
     run.train(1)
 
@@ -303,12 +303,13 @@ def of_numpy_and_sets(folder: Path) -> list[str]:
         holder["number"] = np.float64(0.5)
     run.booster.save_optimizer(run.optimizer, f"{folder}/state", shard=True)
     run.booster.load_optimizer(run.optimizer, f"{folder}/state")
-    for holder in holders():
-        holder["names"] = {"wte", "wpe"}
-        with pytest.raises(CheckpointError) as caught:
-            run.booster.save_optimizer(run.optimizer, f"{folder}/wrong", shard=True)
-        del holder["names"]
-        said.append(str(caught.value))
+    for strange in ({"wte", "wpe"}, SimpleNamespace()):
+        for holder in holders():
+            holder["names"] = strange
+            with pytest.raises(CheckpointError) as caught:
+                run.booster.save_optimizer(run.optimizer, f"{folder}/wrong", shard=True)
+            del holder["names"]
+            said.append(str(caught.value))
     return [*said, *(repr(holder["number"]) for holder in holders())]
 
 
@@ -316,13 +317,16 @@ def of_numpy_and_sets(folder: Path) -> list[str]:
 @pytest.mark.local
 def test_what_a_checkpoint_cannot_contain_is_named(pool: Pool, tmp_path: Path) -> None:
     """A set among the options was "a value of type set", of no optimizer, group or key. One among the states was
-    written, and could not be read; a number of numpy among the states was refused."""
-    for option, state, shared, *numbers in pool.run(of_numpy_and_sets, 2, tmp_path):
-        why = "of Counting cannot be saved (TypeError: a value of type set cannot be saved): use tensors, numbers, str"
-        assert f"option 'names' of group 0 {why}" in option
-        assert "state 'names' of transformer." in state and why in state
-        assert f"state 'names' {why}" in shared
-        assert numbers == ["0.5"] * 3
+    written, and could not be read; a number of numpy among the states was refused. An object had no name."""
+    problems = "TypeError: a value of type set cannot be saved", "MessageError: this SimpleNamespace must contain only"
+    for said in pool.run(of_numpy_and_objects, 2, tmp_path):
+        for (option, state, shared), problem in zip((said[:3], said[3:6]), problems, strict=True):
+            why = f"of Counting cannot be saved ({problem}"
+            assert f"option 'names' of group 0 {why}" in option
+            assert "state 'names' of transformer." in state and why in state
+            assert f"state 'names' {why}" in shared
+            assert all("): use tensors, numbers, str" in text for text in (option, state, shared))
+        assert said[6:] == ["0.5"] * 3
 
 
 def test_blocks_of_torchao_are_not_sliced() -> None:
