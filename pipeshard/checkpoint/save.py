@@ -223,7 +223,7 @@ class FileSave(Save):
     """
 
     part: dict[str, Tensor]
-    also: dict[str, str]  # other names of tied tensors -> names under which they are saved
+    also: dict[str, str]  # in the format of `torch.save`: other names of tied tensors -> names of their tensors
 
     @classmethod
     def plan(cls, boosted: PipelineModel, tensors: dict[str, Tensor], target: Path, snapshot: bool) -> "FileSave":
@@ -239,10 +239,8 @@ class FileSave(Save):
             named = tensors if target.suffix in STATE_DICTS else revert(module, tensors)
             ready = _ready(named, snapshot)
             state = {name: tensor.contiguous() for name, tensor in ready.items()}
+            also = _also_named(module, target) if target.suffix in PICKLED else {}
         token, *_ = gather_objects(os.urandom(4).hex(), pipeline.group)
-        saved = saved_names(module)
-        tied = {name: saved[first] for name, first in first_names(module).items() if saved[first] != name}
-        also = tied if target.suffix in STATE_DICTS else _reverted_names(module, tied)
         return cls(target, pipeline.rank, pipeline.num_stages, token, state, also)
 
     def write(self) -> None:
@@ -273,14 +271,18 @@ class FileSave(Save):
         return self.target.with_name(f".{self.target.name}.pipeshard-{self.token}-{name}")
 
 
-def _reverted_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
-    """`tied`, which maps other names of tied tensors to names under which they are saved, with the names that
-    `save_pretrained` writes."""
+def _also_named(module: nn.Module, target: Path) -> dict[str, str]:
+    """Map the other names of tied tensors in a file to the names under which the tensors are saved."""
+    saved = saved_names(module)
+    tied = {name: saved[first] for name, first in first_names(module).items() if saved[first] != name}
+    if target.suffix in STATE_DICTS:
+        return tied
 
     def reverted(name: str) -> list[str]:
         return list(revert(module, {name: torch.empty(module.get_parameter(name).shape, device="meta")}))
 
     pairs = ((reverted(name), reverted(kept)) for name, kept in tied.items())
+    # not strict: of two tied names, save_pretrained may omit one (`_keys_to_ignore_on_save`)
     return {name: kept for names, kept_names in pairs for name, kept in zip(names, kept_names)}
 
 
