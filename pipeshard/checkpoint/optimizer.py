@@ -216,13 +216,13 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
 
 def _refuse_uneven(counts: list[int]) -> None:
     """Raise CheckpointError if the number of groups differs between ranks."""
-    other = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
-    if other:
-        raise CheckpointError(
-            f"the optimizer's number of parameter groups is {counts[0]} on rank 0, but {counts[other]} on rank "
-            f"{other}: call optimizer.add_param_group on every rank, with the same parameters, including parameters "
-            "that the rank does not hold"
-        )
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            raise CheckpointError(
+                f"the optimizer's number of parameter groups is {counts[0]} on rank 0, but {count} on rank {rank}: "
+                "call optimizer.add_param_group on every rank, with the same parameters, including parameters that the "
+                "rank does not hold"
+            )
 
 
 def _compared(group: Mapping[str, Any]) -> dict[str, str]:
