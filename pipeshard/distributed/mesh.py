@@ -322,8 +322,8 @@ class Grid:
         )
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks whose index differs from this rank's only on `axes` and, given several `stages`, on PP
-        within these stages. None if there are neither axes nor several stages, or if several `stages` do not include
+        """The group of the ranks that differ from this rank only on `axes` and, given several `stages`, in their stage,
+        which is one of these. None if there are neither axes nor several stages, or if several `stages` do not include
         this rank's stage. A collective: call it on every rank of the world."""
         if len(stages) < 2:
             return self._group(axes) if axes else None

@@ -1,6 +1,6 @@
 """Dependent: a microbatch whose forward fails, although the forward of its full batch succeeds.
 
-An input may contain sample indices (graph edges, bag offsets), or a dimension may equal the batch size only by
+An input may contain row indices (graph edges, bag offsets), or a dimension may equal the batch size only by
 coincidence. The model then fails on a microbatch with an error that names no remedy. So if a microbatch fails,
 pipeshard also runs the full batch, and raises BatchError if the full batch succeeds.
 """

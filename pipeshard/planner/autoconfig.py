@@ -103,8 +103,8 @@ def layouts(
         raise ConfigurationError(
             f"{sizes['ranks']} ranks cannot train with pp_size={most} or less: {microbatches}, the number of "
             f"microbatches of a step (global_batch={global_batch}, microbatch_size={microbatch_size}), is not "
-            f"divisible by the number of replicas ({tried}). Choose a global_batch whose number of microbatches has "
-            "more divisors, such as 12 or 24, or a different number of ranks"
+            f"divisible by the number of replicas ({tried}). Choose a global_batch whose number of microbatches is "
+            "divisible by one of these numbers of replicas, or a different number of ranks"
         )
     return [Layout(p, ranks // p, global_batch, microbatch_size, tp_size=tp_size) for p in legal]
 
