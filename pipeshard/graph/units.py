@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import PartitionError, TraceError, UsageError, unknown
+from pipeshard.graph.places import MISSING
 from pipeshard.hf import full_name, recomputes, without_adapters
 from pipeshard.private import tree_tensors
-from pipeshard.replaced import replaced
+from pipeshard.replaced import StandIn, replaced
 
 if TYPE_CHECKING:
     from pipeshard.graph.dataflow import Call
@@ -211,7 +212,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(getattr(inner, "track_running_stats", False) for inner in module.modules())
 
 
-class Interception:
+class Interception(StandIn):
     """Replaces one unit's `forward`: a call of the unit runs `handler`, if one is set, otherwise the unit's own
     forward (`compiled`, if set, or `original`).
 
@@ -221,13 +222,14 @@ class Interception:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
+        functools.update_wrapper(self, module.forward)  # first: it also copies the attributes of this forward
         self.name, self.module = name, module
         self.original: Callable[..., Any] = module.forward
+        self.instead_of = vars(module).get("forward", MISSING)
         self.compiled: Callable[..., Any] | None = None
         self.handler: Handler | None = None
         self.checkpoint: Callable[..., Any] | None = None
         self._fitting: dict[tuple[int, tuple[str, ...]], bool] = {}
-        functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.compiled or self.original

@@ -31,7 +31,7 @@ from pipeshard.graph.trace import trace
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import LEARNING_RATE, Split, parameter_error, refusal
+from tests.unsplit import LEARNING_RATE, Split, Unsplit, compared, parameter_error, refusal
 
 pytestmark = pytest.mark.local
 
@@ -589,6 +589,45 @@ def test_a_number_of_the_model_that_changes_in_each_step_is_named(pool: Pool) ->
     for rank, ((of_float, said), (of_buffer, silent)) in enumerate(pool.run(traced_often, 2)):
         assert of_float >= FEW_STATES > 3 >= of_buffer and silent == []
         assert [text[:52] for text in said] == ["the model changes in each step (most recently, beta)"][rank:]
+
+
+class Shapes(Net):
+    """The embedding may return a flat result."""
+
+    def first(self, x: Tensor) -> Tensor:
+        return x if x.ndim == 3 else x.unflatten(1, (-1, 8))
+
+
+def patched(options: dict[str, Any]) -> tuple[list[str], list[bool]]:
+    """The differences of steps from plain torch, and whether each step has traced the model: two before the forward of
+    the embedding is replaced, two after, and two after it is restored."""
+    torch.manual_seed(0)
+    model = Shapes()
+    unsplit, sizes = Unsplit(copy.deepcopy(model)), [1, 6]  # cut after the embedding
+    split = Split(model, 2, batch(0), num_microbatches=2, verify=False, partition=sizes, **options)
+    wrong, has_traced = list[str](), list[bool]()
+    for step in range(6):
+        for layer in (model.embed, unsplit.model.embed):
+            if step == 2:
+                layer.forward = lambda x, layer=layer: nn.Embedding.forward(layer, x).flatten(1)
+            elif step == 4:
+                del layer.forward
+        with mock.patch.object(traces, "trace", wraps=traces.trace) as tracing:
+            loss = split.backward(batch(step))["loss"]
+        has_traced.append(tracing.called)
+        expected = unsplit.model(**batch(step))["loss"]
+        expected.backward()
+        wrong += compared(split, unsplit, loss, expected.detach())
+        split.step()
+        unsplit.step()
+    return wrong, has_traced
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1", "recompute": True}])
+def test_a_layer_whose_forward_is_replaced_is_traced_again(pool: Pool, options: dict[str, Any]) -> None:
+    """The new forward ran, but the step kept the trace of the old one: the next stage received another shape."""
+    assert pool.run(patched, 2, options) == [([], [False, False, True, False, False, False])] * 2
 
 
 def distilling(weight: float, logits: Tensor) -> Any:
