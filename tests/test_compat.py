@@ -163,14 +163,14 @@ def test_layers_of_each_stage(pool: Pool, num_layers: int, options: dict[str, An
     "size, options, message",
     [
         ((2,), {"axis": 1}, "Axis 1"),
-        ((2, 1), {"axis": 2}, "use 0 to 1"),
+        ((2, 1), {"axis": 2}, "use -2 to 1"),
         ((2,), {"num_model_chunks": 2}, "enable_interleave=True"),
         ((2,), {"num_model_chunks": 0}, "num_model_chunks=0"),
         ((2,), {"use_zbv": True}, "2 chunks with use_zbv=True"),
         ((2,), {"use_zbv": True, "num_model_chunks": 2}, "enable_interleave=True"),
         ((2,), {"use_zbv": True, "num_model_chunks": 3, "enable_interleave": True}, "num_model_chunks=3"),
-        ((2,), {"num_layers_per_stage": [1, 2, 3]}, "pass 2 numbers"),
-        ((2,), {"num_layers_per_stage": [1, 2], "num_model_chunks": 2, "enable_interleave": True}, "pass 4 numbers"),
+        ((2,), {"num_layers_per_stage": [1, 2, 3]}, "2 in all, got 3"),
+        ((2,), {"num_layers_per_stage": [1, 2], "num_model_chunks": 2, "enable_interleave": True}, "4 in all, got 2"),
     ],
 )
 def test_wrong_arguments_are_refused(pool: Pool, size: tuple[int, ...], options: dict[str, Any], message: str) -> None:

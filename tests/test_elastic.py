@@ -171,7 +171,7 @@ def test_legal_layouts(ranks: int, pp_size: int, microbatches: int, expected: li
         ),
         (
             (6, 16, 4, 2),
-            r"4 microbatches .*global_batch=16.* number of replicas \(3 with pp_size=2, 6 with pp_size=1\)",
+            r"4, the number of micro.*global_batch=16.* number of replicas \(3 with pp_size=2, 6 with pp_size=1\)",
         ),
         ((4, 10, 4, 4), "global_batch=10 must be a multiple of microbatch_size=4"),
         ((4, 0, 1, 4), "global_batch must be a positive integer, got 0"),

@@ -370,7 +370,7 @@ def said(*arguments: str) -> Result:
             ["--model_name_or_path", "some/model"],
             "model_name_or_path=some/model is not a local folder, and cannot be loaded",
         ),
-        (["--dataset_name", "none.jsonl"], "dataset_name=none.jsonl does not exist"),
+        (["--dataset_name", "none.jsonl"], "dataset_name=none.jsonl is not an existing file"),
         (["--dry_run", "--pp", "40"], "fewer than pp=40. Use pp <="),
         (["--pp", "40"], "fewer than pp=40. Use pp <="),
         (
@@ -487,7 +487,7 @@ CHAT_TURNS = '{"role": "user", "content": "a"}'
         ("sft", "", "chats.jsonl is empty"),
         ("dpo", '{"prompt": "a", "chosen": "b"}', "columns prompt, chosen, but dpo needs chosen and rejected"),
         ("reward", '{"text": "b"}', "reward needs chosen and rejected, chosen_ids and rejected_ids, or"),
-        ("grpo", '{"question": "b"}', "columns question, but grpo needs prompt"),
+        ("grpo", '{"question": "b"}', "the column question, but grpo needs prompt"),
         ("sft", f'{{"messages": [{CHAT_TURNS}]}}', None),
         ("sft", '{"story": "a"}', None),
         ("sft", '{"conversations": [{"from": "user", "value": "a"}]}', None),
@@ -582,10 +582,10 @@ def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
     with mock.patch.object(tuning, "start", return_value=0):
         trained = said("sft", *arguments)
     waits = "note: a step has 1 microbatch for 2 stages, which wait for each other: raise gradient_accumulation_steps"
-    assert waits in trained.output and "does not exist" not in trained.output
+    assert waits in trained.output and "dataset_name" not in trained.output
     planned = said("sft", *arguments, "--dry_run", "--max_length=8", "--dataset_name=none.jsonl")
     assert planned.exit_code == 0 and "1 microbatch of input_ids" in planned.output
-    assert waits in planned.output and "note: dataset_name=none.jsonl does not exist" in planned.output
+    assert waits in planned.output and "note: dataset_name=none.jsonl is not an existing file" in planned.output
 
 
 @pytest.mark.parametrize(

@@ -424,7 +424,9 @@ def test_an_array_is_copied_once_and_a_mapped_file_never(tmp_path: Path) -> None
     kept.restore()
     assert not bank.any() and not any(kept.changes())
     mapped[5] = bank[5] = 1.0
-    with pytest.raises(UsageError, match=r"self\.file \(3\.1 MB\) in place, .* cannot undo .*: use an array in memory"):
+    with pytest.raises(
+        UsageError, match=r"self\.file \(3\.1 MiB\) in place, .* cannot undo .*: use an array in memory"
+    ):
         kept.restore()
     assert not bank.any()
 

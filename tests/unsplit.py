@@ -168,5 +168,7 @@ def relative_errors(model: nn.Module, unsplit: nn.Module, floor: float = 0.0) ->
 
 
 def parameter_error(split: Split, unsplit: nn.Module) -> float:
+    """The largest error of a parameter that this rank holds; a rank may hold none."""
     reference = dict(unsplit.named_parameters())
-    return largest_error((whole(p) - reference[name]).detach().abs().max() for name, p in split.held.items())
+    errors = [(whole(p) - reference[name]).detach().abs().max() for name, p in split.held.items()]
+    return largest_error(errors) if errors else 0.0

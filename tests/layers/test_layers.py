@@ -687,7 +687,7 @@ def test_initial_values_of_a_script_are_kept_or_refused() -> None:
 
 def test_a_layer_with_other_modules_is_named() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"layer 0, a Choosing.*the modules differ \(the first difference is layers.1\)"
+        ConfigurationError, match=r"layer 0 \(Choosing\).*the modules differ \(the first difference is layers.1\)"
     ):
         PipelineModule([LayerSpec(Choosing)]).build()
 
@@ -730,7 +730,9 @@ def test_a_spec_keeps_the_values_of_modules_that_exist(spec: Callable[[nn.Module
     """A user passed pretrained layers to specs in a list, a function and a partial. Their values were lost, and stages
     trained random ones without a word."""
     layer = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"layer 1, LayerSpec\(.*contains a Linear instance.*the instance directly"):
+    with pytest.raises(
+        UsageError, match=r"layer 1, LayerSpec\(.*contains an existing module \(Linear\).*the existing module directly"
+    ):
         PipelineModule([nn.Linear(2, 2), spec(layer)])
     assert not layer.weight.is_meta
 
