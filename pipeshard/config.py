@@ -10,6 +10,8 @@ from pipeshard.batch.batch import check_declared
 from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import ConfigurationError
 from pipeshard.options import (
+    LEAST_SCALE,
+    MOST_SCALE,
     POSITIVE,
     check_offload,
     check_plan,
@@ -393,7 +395,9 @@ class PipelineConfig:
         self._check("max_norm", holds, "a non-negative number, or None for no clipping")
         self._settle(max_norm=norm)
         scale = self.initial_scale
-        self._check("initial_scale", is_number(scale) and 1 <= scale <= 2.0**32, "a number between 1 and 2**32")
+        self._check(
+            "initial_scale", is_number(scale) and LEAST_SCALE <= scale <= MOST_SCALE, "a number between 1 and 2**32"
+        )
         for name in ("fsdp", "autocast", "watchdog", "check_finite", "deferred_batch_norm"):
             value = getattr(self, name)
             self._check(name, isinstance(value, int) and value in (True, False), "True or False")

@@ -22,10 +22,9 @@ from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.writes import DATA, OWNERS
 from pipeshard.hf import kept_in_fp32
-from pipeshard.options import PRECISIONS
+from pipeshard.options import LEAST_SCALE, MOST_SCALE, PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
 
-LEAST, MOST = 1.0, 2.0**32
 State = tuple[int, int, int, int]  # the state of a tensor: see WeightCopies
 
 
@@ -42,11 +41,11 @@ class LossScale:
 
     def update(self, overflow: bool) -> None:
         if overflow:
-            self.value, self.steps = max(LEAST, self.value / 2), 0
+            self.value, self.steps = max(LEAST_SCALE, self.value / 2), 0
             return
         self.steps += 1
         if self.steps == self.interval:
-            self.value, self.steps = min(MOST, self.value * 2), 0
+            self.value, self.steps = min(MOST_SCALE, self.value * 2), 0
 
     def state_dict(self) -> dict[str, float | int]:
         return {"value": self.value, "steps": self.steps}
