@@ -89,7 +89,7 @@ def boosted_later() -> None:
         (expected := unsplit(**data(seed))["loss"]).backward()
         theirs.step()
         torch.testing.assert_close(loss.as_subclass(Tensor), expected.detach())
-    with pytest.raises(UsageError, match="StepLR without the SGD"):
+    with pytest.raises(UsageError, match="StepLR was passed without the SGD"):
         pipeshard.initialize(seeded(), None, lr_scheduler=torch.optim.lr_scheduler.StepLR(theirs, 1), pp_size=1)
 
 

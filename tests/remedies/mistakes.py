@@ -379,7 +379,7 @@ BOOSTS = {
     ),
     "one unit": Remedy(
         (ERRORS + "`PartitionError`: more stages than units",),
-        r"Use pp_size <= 1, or cut inside a unit.* pass partition=\[...\] with the names of the modules to cut after",
+        r"Use pp_size=1, or cut inside a unit.* pass partition=\[...\] with the names of the modules to cut after",
         Training(Single, batches=numbers),
         (Training(Single, {"partition": ["only.a"]}, batches=numbers),),
     ),
