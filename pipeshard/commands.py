@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from pipeshard.batch.read import dummy_inputs
-from pipeshard.errors import PipeshardError, summary
+from pipeshard.errors import PipeshardError, counted, summary
 from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
@@ -41,10 +41,10 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     shapes = ", ".join(f"{path} {'×'.join(map(str, shape))}" for path, shape in plan.microbatch.items())
     devices = plan.devices
     limit = f", {devices.limits} for each rank" if devices.memory and not devices.are_unequal else ""
-    ranks = f"{plan.pp_size} rank{'s' * (plan.pp_size > 1)}"
+    ranks = counted(plan.pp_size, "rank")
     yield Text(f"{plan.model}, {_count(plan.parameters)} parameters, on {ranks}", style="bold")
     m = plan.num_microbatches
-    yield Text(f"{m} microbatch{'es' * (m > 1)} of {shapes}")
+    yield Text(f"{counted(m, 'microbatch')} of {shapes}")
     yield Text(f"{plan.training}, partition {plan.partition}{limit}")
     if devices.are_unequal or devices.links:
         yield Text(str(devices))

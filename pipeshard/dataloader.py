@@ -24,7 +24,7 @@ from pipeshard.data.order import Order, refuse_unseeded
 from pipeshard.data.place import OVER, LoaderPlace, Peekable
 from pipeshard.data.seeded import KeyedSampler, SeededSamples
 from pipeshard.data.share import Share, SharedCollate, SharedSampler, SharedStream, length_of
-from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, counted
 from pipeshard.graph.rng import Draws
 
 logger = logging.getLogger("pipeshard")
@@ -343,7 +343,7 @@ def _after(batches: Iterator[Any], count: int, stream: Any) -> Iterator[Any]:
     read = sum(1 for _ in islice(batches, count))
     if read < count:
         raise CheckpointError(
-            f"{type(stream).__name__} ended after {read} batch{'es' * (read != 1)} of an epoch, but {count} had been "
+            f"{type(stream).__name__} ended after {counted(read, 'batch')} of an epoch, but {count} had been "
             "read when the data position was saved. The loader restores the state that the stream had at the start of "
             "the epoch (its state_dict or, without one, its changed attributes with plain values), and reads the "
             "stream up to the position: the state must not itself be a position in the stream. Correct state_dict, or "

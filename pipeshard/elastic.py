@@ -31,7 +31,7 @@ from pipeshard.distributed.collectives import gather, gather_objects, together_i
 from pipeshard.distributed.groups import raising_errors
 from pipeshard.distributed.mesh import backend_here
 from pipeshard.distributed.signals import Handler
-from pipeshard.errors import ConfigurationError, UsageError, summary
+from pipeshard.errors import ConfigurationError, UsageError, counted, summary
 from pipeshard.options import POSITIVE, is_positive
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 from pipeshard.verify.decide import standing_alone
@@ -220,7 +220,7 @@ class ElasticJob(PreemptibleJob):
         else:
             self.layout = layouts(ranks, global_batch, microbatch_size, pp_size)[0]
         if dist.get_rank() == 0:
-            logger.info("%d rank%s: %s", ranks, "s" * (ranks > 1), self.layout)
+            logger.info("%s: %s", counted(ranks, "rank"), self.layout)
 
 
 @dataclass(frozen=True)

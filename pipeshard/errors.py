@@ -96,6 +96,15 @@ def listed(problems: Sequence[str], shown: int = 8) -> str:
     return "; ".join(problems[:shown]) + more
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, such as "1 rank", "2 batches" or "3 entries"."""
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{count} {noun[:-1]}ies"
+    return f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def hint(name: str, known: Collection[str]) -> str:
     """A suggestion for an unknown name: the closest known names, or all known names."""
     close = get_close_matches(name, known, n=3)

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
 
-from pipeshard.errors import UsageError
+from pipeshard.errors import UsageError, counted
 from pipeshard.replaced import replaced
 from pipeshard.script import FOLDER, endless, exit_now, repeated
 
@@ -130,7 +130,7 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
         _leave_process(folder, 1 if in_vain else 128 + int(stop.sigval))
     except ChildFailedError as error:
         for kind, others in repeated(folder):
-            logger.error("%d more rank%s on this machine ended with the same %s", others, "s" * (others > 1), kind)
+            logger.error("%s on this machine ended with the same %s", counted(others, "more rank"), kind)
         codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
         own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends the others
         logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in own.items()))

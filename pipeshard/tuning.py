@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError
+from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, counted
 from pipeshard.garbage import collector_paused
 from pipeshard.recipe import (
     COLUMNS,
@@ -143,7 +143,7 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
             least = {"microbatches": settings.pp, "per_device_train_batch_size": samples}
         low = [f"{which} to {number} or more" for which, number in least.items() if getattr(settings, which) < number]
         yield (
-            f"a step has {m} microbatch{'es' * (m > 1)} for {settings.pp} stages, which wait for each other: raise "
+            f"a step has {counted(m, 'microbatch')} for {settings.pp} stages, which wait for each other: raise "
             f"{' and '.join(low)}"
         )
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipeshard.batch.tree import Tree, flatten, has_tensors, is_entries, map_tensors, tensors_in, text
-from pipeshard.errors import BatchError, ConfigurationError
+from pipeshard.errors import BatchError, ConfigurationError, counted
 from pipeshard.hf import POSITIONS
 
 BatchDims = Mapping[str, int | None]  # by path: the leaf's batch dimension; None: it has none
@@ -253,12 +253,11 @@ class Batch:
 
     def _entries(self, path: str, owners: tuple[int, ...], row: int) -> range:
         if not owners:
-            count = self.tensors[path].shape[0]
             raise BatchError(
-                f"{path} has {count} {'entry' if count == 1 else 'entries'} for {_samples(self.rows)}, and neither "
-                "placeholder tokens in input_ids nor counts in the batch show which entries belong to which sample: "
-                f"pass num_microbatches=1, PipelinePlugin(batch_dims={{{path!r}: 0}}) if every sample has the same "
-                f"number of entries, or batch_dims={{{path!r}: None}} if every microbatch needs all entries"
+                f"{path} has {counted(self.tensors[path].shape[0], 'entry')} for {counted(self.rows, 'sample')}, and "
+                "neither placeholder tokens in input_ids nor counts in the batch show which entries belong to which "
+                f"sample: pass num_microbatches=1, PipelinePlugin(batch_dims={{{path!r}: 0}}) if every sample has the "
+                f"same number of entries, or batch_dims={{{path!r}: None}} if every microbatch needs all entries"
             )
         first = sum(owners[:row])
         return range(first, first + owners[row])
@@ -327,9 +326,8 @@ def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
-        length = lengths.pop()
         raise BatchError(
-            f"the batch has tensors only in lists of {length} {'entry' if length == 1 else 'entries'} "
+            f"the batch has tensors only in lists of {counted(lengths.pop(), 'entry')} "
             f"({' and '.join(lists)}), and it is ambiguous whether these lists have one entry per "
             f"sample: pass batch_dims={dict.fromkeys(lists, 0)} if they do, or batch_dims={dict.fromkeys(lists)} if not"
         )
@@ -363,8 +361,8 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
     if path in known:
         raise BatchError(
             f"{path} must have one entry per sample, as in earlier batches, but has {len(entries)} for "
-            f"{_samples(rows)}: correct the list, or pass batch_dims={{{path!r}: None}} if its entries do not belong "
-            "to samples"
+            f"{counted(rows, 'sample')}: correct the list, or pass batch_dims={{{path!r}: None}} if its entries do not "
+            "belong to samples"
         )
     if rows == 1 or len(entries) != rows:
         known |= {path: False} if rows > 1 else {}
@@ -474,10 +472,6 @@ def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:
     return dim % ndim
 
 
-def _samples(rows: int) -> str:
-    return f"{rows} sample{'' if rows == 1 else 's'}"
-
-
 def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int | None:
     """The declared dimension of a leaf, as a non-negative number, or None. Raises BatchError if the size of this
     dimension is not the number of samples (or, for dimension 0 of a tensor, a multiple of this number)."""
@@ -488,7 +482,7 @@ def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int
     if size != rows and not (isinstance(leaf, Tensor) and dim == 0 and size > rows and size % rows == 0):
         raise BatchError(
             f"batch_dims declares dimension {dim} of {path} as the batch dimension, but its size is {size} for "
-            f"{_samples(rows)} ({where}). Declare the batch dimension of both leaves, or None for a leaf that every "
-            "microbatch needs in full"
+            f"{counted(rows, 'sample')} ({where}). Declare the batch dimension of both leaves, or None for a leaf that "
+            "every microbatch needs in full"
         )
     return dim

@@ -15,7 +15,7 @@ from pipeshard.data.order import Order, is_equal, is_plain, saved
 from pipeshard.data.place import LoaderPlace, Peekable
 from pipeshard.data.reach import generators_of
 from pipeshard.data.seeded import Delegate
-from pipeshard.errors import CheckpointError, ConfigurationError
+from pipeshard.errors import CheckpointError, ConfigurationError, counted
 from pipeshard.graph.rng import Draws, seed_generator, seed_process
 
 logger = logging.getLogger("pipeshard")
@@ -66,10 +66,9 @@ class Share:
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(
-                "the last %d %s of each epoch (or batches, if the DataLoader does not batch) will be dropped, because "
+                "the last %s of each epoch (or batches, if the DataLoader does not batch) will be dropped, because "
                 "each of the %d replicas has to read one",
-                remainder,
-                "sample" if remainder == 1 else "samples",
+                counted(remainder, "sample"),
                 self.replicas,
             )
         return remainder >= self.replicas and not self.drop_last

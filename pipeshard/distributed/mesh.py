@@ -19,7 +19,7 @@ from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.groups import carrier, raising_errors, ranks_of
 from pipeshard.distributed.p2p import P2P, make_p2p
 from pipeshard.distributed.progress import own_progress
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, counted
 
 Coordinate = tuple[int, ...]
 MeshAxes = int | Sequence[int]
@@ -383,8 +383,8 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
         wanted = f"{sizes} and dp_size={dp_size}" if dp_size else sizes
         processes = one * (dp_size or 1)
         raise ConfigurationError(
-            f"{wanted}, but the world has {world} process{'es' * (world > 1)}: start {processes} "
-            f"process{'es' * (processes > 1)} (on one machine, torchrun --nproc-per-node {processes} ...), "
+            f"{wanted}, but the world has {counted(world, 'process')}: start "
+            f"{counted(processes, 'process')} (on one machine, torchrun --nproc-per-node {processes} ...), "
             f"{'' if dp_size else f'or a multiple of {processes} for replicas, '}"
             f"or choose sizes whose product is {world}"
         )

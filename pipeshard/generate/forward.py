@@ -23,7 +23,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.reader import digest_tensors
 from pipeshard.engine.traces import FoundWays
-from pipeshard.errors import BatchError, TraceError, UsageError, of_all, summary
+from pipeshard.errors import BatchError, TraceError, UsageError, counted, of_all, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, counts_samples, entry_of, key_of, twin
@@ -389,7 +389,7 @@ def _refuse_other_rows(batch: Batch, way: Way) -> None:
     for name, _, spec in way.routes[0].flow.outputs:
         if field_of(name) == LOGITS and spec.at(way.deltas)[:1] != (batch.rows,):
             raise TraceError(
-                f"the logits of a microbatch of {batch.rows} sample{'s' * (batch.rows > 1)} have the shape "
+                f"the logits of a microbatch of {counted(batch.rows, 'sample')} have the shape "
                 f"{spec.at(way.deltas)}. If a hook or an adapter uses a tensor of the whole batch, call "
                 "model.generate(..., num_microbatches=1)"
             )

@@ -18,7 +18,7 @@ from pipeshard.engine.refusals import refuse_blank_adapters, refuse_recomputed
 from pipeshard.engine.running_state import Carry
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.traces import Traces
-from pipeshard.errors import ConfigurationError, TraceError, UsageError, hint
+from pipeshard.errors import ConfigurationError, TraceError, UsageError, counted, hint
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.carried import Place
 from pipeshard.graph.dataflow import Dataflow
@@ -136,7 +136,7 @@ class StageModule(nn.Module):
         microbatch = self.planned or self.microbatch(batch)
         route = microbatch.route
         if len(received) != len(route.enters.values):
-            got = f"{len(received)} tensor{'s' * (len(received) != 1)}"
+            got = counted(len(received), "tensor")
             raise UsageError(
                 f"stage {self.index} got {got}, but takes {len(route.enters.values)}: pass the "
                 f"tensors that stage {self.index - 1} returned for this microbatch, and the microbatch as keyword "

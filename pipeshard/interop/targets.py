@@ -20,7 +20,7 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.stage import Microbatch
-from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
+from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError, counted
 from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target
 from pipeshard.schedule.given import chunks_of, name_of
 from pipeshard.schedule.program import Program
@@ -399,7 +399,7 @@ class Deepspeed(Target):
             raise ConfigurationError(
                 f"target='deepspeed' requires one rank per stage, or a multiple of this number, but the cuts define "
                 f"num_stages={num_stages}, and {f'the world size is {size}' if size else 'no process group exists'}: "
-                f"start {num_stages} process{'es' * (num_stages > 1)}, or a multiple{called}"
+                f"start {counted(num_stages, 'process')}, or a multiple{called}"
             )
         return range(num_stages), dist.get_rank() // (size // num_stages)
 

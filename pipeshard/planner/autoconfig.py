@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from pipeshard.batch.criterion import Criterion
-from pipeshard.errors import ConfigurationError, PartitionError
+from pipeshard.errors import ConfigurationError, PartitionError, counted
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Training, check_positive, format_bytes
@@ -212,8 +212,8 @@ class AutoConfig(Layout):
             microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
             if microbatch.rows != size:
                 raise ConfigurationError(
-                    f"microbatch_size={size}, but the batch has only {microbatch.rows} "
-                    f"sample{'s' * (microbatch.rows > 1)}: pass a larger batch"
+                    f"microbatch_size={size}, but the batch has only "
+                    f"{counted(microbatch.rows, 'sample')}: pass a larger batch"
                 )
             timing = partition if isinstance(microbatch_size, int) else _of_size(partition, size)
             subject = study(model, microbatch, criterion, policy, timing, training, profile, tp_plan)
@@ -290,7 +290,7 @@ def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
         excess = layout.stages(devices).excess(estimate.memory)
         rank = excess.index(max(excess))
         raise PartitionError(
-            f"no layout of {layout.ranks} rank{'s' * (layout.ranks > 1)} fits in device_memory={devices.limits}: the "
+            f"no layout of {counted(layout.ranks, 'rank')} fits in device_memory={devices.limits}: the "
             f"closest layout, pp_size={layout.pp_size}, microbatch_size={layout.microbatch_size}, {estimate.name}, "
             f"needs {format_bytes(estimate.memory[rank].total)} on rank {rank} of a pipeline. Use more ranks, a "
             "smaller microbatch_size, or activation recompute (model.gradient_checkpointing_enable())"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from pipeshard.errors import ConfigurationError, hint
+from pipeshard.errors import ConfigurationError, counted, hint
 from pipeshard.planner.memory import Memory, format_bytes, parse_bytes
 
 PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -159,7 +159,7 @@ def _each(name: str, given: Any, ranks: int, parse: Callable[[Any], T]) -> tuple
     values = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     if len(values) not in (1, ranks):
         raise ConfigurationError(
-            f"{name}={given!r} has {len(values)} values for {ranks} rank{'s' * (ranks > 1)}: pass one value for all "
+            f"{name}={given!r} has {len(values)} values for {counted(ranks, 'rank')}: pass one value for all "
             "ranks, or one per rank"
         )
     return tuple(map(parse, values)) * (ranks // len(values))
@@ -180,6 +180,6 @@ def _links(given: Any, ranks: int) -> tuple[Link, ...]:
     if len(links) not in (1, ranks - 1):
         several = f", or {ranks - 1}, one from each rank to the next" if ranks > 2 else ""
         raise ConfigurationError(
-            f"link has {len(links)} links for {ranks} rank{'s' * (ranks > 1)}: pass one link for all ranks{several}"
+            f"link has {len(links)} links for {counted(ranks, 'rank')}: pass one link for all ranks{several}"
         )
     return links

@@ -16,7 +16,7 @@ from pipeshard.batch.read import dummy_inputs, read_batch
 from pipeshard.config import AUTO
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.refusals import refuse_sharded_packing
-from pipeshard.errors import ConfigurationError, PartitionError, UsageError
+from pipeshard.errors import ConfigurationError, PartitionError, UsageError, counted
 from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import can_recompute, recomputes
@@ -263,7 +263,7 @@ def automatic(subject: Subject, p: int, m: int) -> Automatic:
         if len(problems) == len(tried):
             raise PartitionError(problems[0])
         raise PartitionError(
-            f"schedule={AUTO!r} found no program that fits in the memory of {p} rank{'s' * (p > 1)} (limit per rank: "
+            f"schedule={AUTO!r} found no program that fits in the memory of {counted(p, 'rank')} (limit per rank: "
             f"{subject.devices.limits}). Use more memory, more stages, or activation recompute"
         )
     return Automatic(*min(found, key=_time), known and known[0])

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, counted
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.schedules import make_program, num_chunks
 from pipeshard.schedule.simulate import simulate
@@ -19,8 +19,8 @@ def check(program: Program) -> None:
     outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
     if outside:
         raise ConfigurationError(
-            f"{program.name}: stages are placed on ranks {outside}, but the program has only {len(program.ranks)} "
-            f"rank{'s' * (len(program.ranks) != 1)}"
+            f"{program.name}: stages are placed on ranks {outside}, but the program has only "
+            f"{counted(len(program.ranks), 'rank')}"
         )
     kinds = _kinds(program)
     for rank, actions in enumerate(program.ranks):
@@ -29,7 +29,7 @@ def check(program: Program) -> None:
         for action in [*(sorted(expected - counts.keys())), *counts]:
             count, wanted = counts[action], int(action in expected)
             if count != wanted and (count, action.kind) != (0, Kind.W):
-                times = f"{count} time{'s' * (count != 1)}"
+                times = counted(count, "time")
                 raise ConfigurationError(f"{program.name}: rank {rank} has {action} {times}, not {wanted}")
         position = {action: k for k, action in enumerate(actions)}
         for action in actions:
@@ -122,8 +122,8 @@ def _check(program: Program, p: int) -> None:
     v, rest = divmod(len(program.placement), max(len(program.ranks), 1))
     if len(program.ranks) != p or rest:
         raise ConfigurationError(
-            f"schedule {program.name!r} is for {len(program.ranks)} rank{'s' * (len(program.ranks) != 1)} and "
-            f"{len(program.placement)} stage{'s' * (len(program.placement) != 1)}, but pp_size={p}: pass a program for "
+            f"schedule {program.name!r} is for {counted(len(program.ranks), 'rank')} and "
+            f"{counted(len(program.placement), 'stage')}, but pp_size={p}: pass a program for "
             f"pp_size={p} with the same number of stages on each rank"
         )
     if program.placement != tuple(range(p)) * v and not is_v(program.placement, p):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipeshard.errors import ConfigurationError, DeadlockError
+from pipeshard.errors import ConfigurationError, DeadlockError, counted
 from pipeshard.garbage import collector_paused
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import PARTNER, Action, Kind, Program, StageStep
@@ -100,8 +100,8 @@ def simulate(
     """
     if len(sizes) not in (0, program.num_microbatches):
         raise ConfigurationError(
-            f"sizes has {len(sizes)} factor{'s' * (len(sizes) != 1)} for {program.num_microbatches} "
-            f"microbatch{'es' * (program.num_microbatches > 1)}: pass one per microbatch"
+            f"sizes has {counted(len(sizes), 'factor')} for "
+            f"{counted(program.num_microbatches, 'microbatch')}: pass one per microbatch"
         )
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
@@ -143,8 +143,8 @@ def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...
     values = tuple(map(float, cost)) if isinstance(cost, Sequence) else (float(cost),) * num_stages
     if len(values) != num_stages:
         raise ConfigurationError(
-            f"{name} has {len(values)} value{'s' * (len(values) != 1)} for {num_stages} "
-            f"stage{'s' * (num_stages > 1)}: pass one number, or one per stage"
+            f"{name} has {counted(len(values), 'value')} for {counted(num_stages, 'stage')}: "
+            f"pass one number, or one per stage"
         )
     if not all(0 <= value < math.inf for value in values):
         raise ConfigurationError(f"{name} must be finite and non-negative, got {cost}")

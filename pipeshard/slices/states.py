@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pipeshard.errors import TraceError
+from pipeshard.errors import TraceError, counted
 
 
 class Left(NamedTuple):
@@ -118,7 +118,7 @@ class Slice:
         count = new.shape[dim]
         if count != self.end - self.start:
             raise TraceError(
-                f"num_slices: layer {name[0]} adds {count} position{'s' * (count != 1)} to its cache in a slice of "
+                f"num_slices: layer {name[0]} adds {counted(count, 'position')} to its cache in a slice of "
                 f"{self.end - self.start} positions, so its cache is not indexed by position. Use num_slices=1"
             )
         if name not in self.states:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeshard.errors import PartitionError
+from pipeshard.errors import PartitionError, counted
 from pipeshard.schedule.given import is_v
 
 Costs = NDArray[Any]  # (blocks + 1, blocks + 1): the cost of the blocks from row (included) to column (excluded)
@@ -46,8 +46,8 @@ def balance(
             asked = f"the {num_stages} of pp_size={num_stages // chunks} with {chunks} stages per rank"
             remedy += " with schedule='1f1b', which has one stage per rank"
         raise PartitionError(
-            f"the model makes {len(costs)} unit call{'s' * (len(costs) != 1)}, which can be split into at most {most} "
-            f"stage{'s' * (most != 1)}, fewer than {asked}{why}. Use {remedy}, or cut inside a unit, such as a layer: "
+            f"the model makes {counted(len(costs), 'unit call')}, which can be split into at most "
+            f"{counted(most, 'stage')}, fewer than {asked}{why}. Use {remedy}, or cut inside a unit, such as a layer: "
             "pass partition=[...] with the names of the modules to cut after"
         )
     edges = [*starts, len(costs)]

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self, TypeGuard
 
 from torch import nn
 
-from pipeshard.errors import ConfigurationError, PartitionError, TraceError
+from pipeshard.errors import ConfigurationError, PartitionError, TraceError, counted
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.units import CutPoint
 from pipeshard.hf import recomputes
@@ -92,8 +92,8 @@ def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
         )
     if ranks not in (None, len(speeds)):
         raise ConfigurationError(
-            f"partition={partition!r} has {len(speeds)} speed{'s' * (len(speeds) != 1)} for {ranks} "
-            f"rank{'s' * (ranks != 1)}: pass one speed per rank"
+            f"partition={partition!r} has {counted(len(speeds), 'speed')} for "
+            f"{counted(ranks, 'rank')}: pass one speed per rank"
         )
     return speeds
 
@@ -181,9 +181,8 @@ def _of_type(pattern: str, units: Sequence[nn.Module], num_stages: int) -> list[
         raise ConfigurationError(f"partition='type:{pattern}' is not a regular expression: {error}") from error
     if sum(matches) < num_stages:
         classes = ", ".join(sorted(set(map(type_name, units))))
-        calls, stages = "unit call" + "s" * (sum(matches) != 1), "stage" + "s" * (num_stages != 1)
         raise PartitionError(
-            f"partition='type:{pattern}' matches {sum(matches)} {calls}, too few for {num_stages} {stages}. "
-            f"Choose a pattern that matches more of the units' classes: {classes}"
+            f"partition='type:{pattern}' matches {counted(sum(matches), 'unit call')}, too few for "
+            f"{counted(num_stages, 'stage')}. Choose a pattern that matches more of the units' classes: {classes}"
         )
     return [float(match) for match in matches]

@@ -18,7 +18,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from pipeshard.errors import ConfigurationError, PartitionError, TraceError, UsageError, explained, summary, unknown
+from pipeshard.errors import (
+    ConfigurationError,
+    PartitionError,
+    TraceError,
+    UsageError,
+    counted,
+    explained,
+    summary,
+    unknown,
+)
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
@@ -182,7 +191,7 @@ class Policy:
             chunks = f" ({len(self.chunks)} for each of {self.num_stages} ranks)" if parts > self.num_stages else ""
             raise PartitionError(
                 f"partition {list(counts)} must contain the number of unit calls (at least 1) for each stage. "
-                f"It needs {parts} number{'s' * (parts != 1)}{chunks} with the sum {len(calls)}, the number of unit "
+                f"It needs {counted(parts, 'number')}{chunks} with the sum {len(calls)}, the number of unit "
                 f"calls: {[call.unit for call in calls]}"
             )
         forbidden, edge = forbidden_cuts(self.flow), 0

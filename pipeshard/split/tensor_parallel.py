@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pipeshard.errors import ConfigurationError, hint
+from pipeshard.errors import ConfigurationError, counted, hint
 from pipeshard.graph.units import Interception, Sliced
 from pipeshard.hf import DROPOUTS, HEADS, without_adapters
 from pipeshard.private import StridedShard
@@ -108,9 +108,9 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
         head = getattr(attention, f"{found[2]}_head_dim", getattr(attention, "head_dim", None))
         if isinstance(width, int) and isinstance(head, int) and width % (head * size):
             raise ConfigurationError(
-                f"{by}_size={size} would cut a head of {name}, which computes {width // head} "
-                f"head{'s' * (width > head)} of {head} features: choose a size that divides the number of heads, or "
-                f"omit {found[1]} from the {by}_plan"
+                f"{by}_size={size} would cut a head of {name}, which computes {counted(width // head, 'head')} of "
+                f"{head} features: choose a size that divides the number of heads, or omit {found[1]} from the "
+                f"{by}_plan"
             )
 
 
