@@ -30,7 +30,8 @@ SHARD = 1024  # the default maximum size of a shard, in MB
 
 
 class PipelineCheckpointIO:
-    """Saves and loads checkpoints with the architecture's own parameter names. No rank gathers the full model.
+    """Saves and loads checkpoints with the architecture's own parameter names. Each rank gathers at most the tensors
+    of its own stage.
 
     Call each method on every rank. If one rank fails, all ranks raise CheckpointError. Without `use_async=True`, a save
     returns when its files are on disk. Until the new files are complete, the previous files remain.

@@ -158,7 +158,7 @@ def lock(parent: Path, owner: Any) -> None:
 
 
 def _locked(parent: Path) -> int:
-    """Lock the folder or, if it cannot be locked, a file in it. Returns the locked file descriptor."""
+    """Lock the folder or, if it cannot be locked, a file in it. Returns the file descriptor."""
     handle = os.open(parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,7 +173,7 @@ def _locked(parent: Path) -> int:
 
 
 def _locked_file(parent: Path) -> int:
-    """Lock the file LOCK in the folder. Returns the locked file descriptor."""
+    """Lock the file LOCK in the folder, if its file system has locks. Returns the file descriptor."""
     handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

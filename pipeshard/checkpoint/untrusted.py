@@ -123,7 +123,7 @@ def limited_modules(folder: Path) -> Iterator[None]:
         nonlocal made
         made += 1
         if made > MODULES:
-            raise ValueError(f"it has more than {MODULES} modules")
+            raise ValueError(f"the model would have more than {MODULES} modules")
 
     handle = register_module_module_registration_hook(count)
     try:

@@ -106,7 +106,7 @@ def _content(value: Any) -> tuple[bytes, bool]:
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """Gather the values of all ranks of `group`, in the group's order. No code from another rank is executed.
 
-    Raises MessageError, on every rank, if a value contains anything except tensors, numbers and strings.
+    Raises MessageError, on every rank, if a value contains anything that `encode` does not support.
     """
     content, flawed = _content(value)
     heads = gather(torch.tensor([len(content), flawed]), group).tolist()
@@ -129,7 +129,7 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
     """Broadcast the value of global rank `source`, and return it on every rank of `group`, with tensors on the
     CPU. No code from the source is executed.
 
-    Raises MessageError, on every rank, if the value contains anything except tensors, numbers and strings.
+    Raises MessageError, on every rank, if the value contains anything that `encode` does not support.
     """
     content, flawed = _content(value) if is_own(source, group) else (b"", False)
     group, head = control(group), torch.tensor([len(content), flawed])

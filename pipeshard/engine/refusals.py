@@ -90,7 +90,8 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
             raise ConfigurationError(
                 f"{name or 'the model'} is an nn.SyncBatchNorm, which would wait in each microbatch for ranks that may "
                 "run other layers: use nn.BatchNorm1d, 2d or 3d (omit convert_sync_batchnorm), optionally with "
-                "deferred_batch_norm=True, which updates running statistics once per step from the whole batch"
+                "deferred_batch_norm=True, which updates running statistics once per step, from the replica's whole "
+                "batch"
             )
         for kind, instead in refused.items():
             if isinstance(module, kind):

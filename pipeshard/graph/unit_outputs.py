@@ -312,7 +312,7 @@ def refuse_packed(model: nn.Module, name: str, parts: Iterable[Part], error: Exc
             f"{type(model).__name__} reads the sequence's lengths outside the unit, but other stages do not have "
             f"these lengths ({summary(error)}). Write a module that takes and returns padded tensors, and calls "
             f"pack_padded_sequence, {name} and pad_packed_sequence(..., total_length=x.shape[1]) in its forward. "
-            "Add this module to the nn.ModuleList"
+            f"Put this module into the nn.ModuleList in place of {name}"
         ) from error
 
 
