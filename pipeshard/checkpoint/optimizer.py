@@ -40,13 +40,16 @@ VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its state
 INSIDE = "::"  # joins the key of a nested dict (as in bitsandbytes states) or sequence, and a key in it
 SEQUENCES: dict[type, str] = {list: "[{}]", tuple: "({})"}  # the keys of tensors in sequences (Shampoo, SOAP)
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
-# value; "shared": key -> value, the states that belong to no parameter and are the same on every rank (a step counter).
+# value; "shared": key -> value, the states that belong to no parameter and are the same on every rank (a step counter);
+# "extra": key -> value, the further entries of the optimizer's own state_dict(), also the same on every rank.
 # In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
 ONLY_MODEL = (
     "save only the model: with booster.save_model, or in a Trainer with TrainingArguments(save_only_model=True)"
 )
+ENTRIES = "state", "param_groups"  # of a state_dict() with torch's layout
+ALIKE = "shared", "extra"  # the parts of a Content whose values are the same on every rank
 
 
 def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
@@ -112,14 +115,17 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter. The key
-    VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a state whose key is neither
-    a parameter in the optimizer's groups nor a string, and for values of types that a checkpoint cannot contain."""
+    VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a state_dict() without
+    torch's two entries, for a state whose key is neither a parameter in the optimizer's groups nor a string, and for
+    values of types that a checkpoint cannot contain."""
     optimizer.copies.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
+    _refuse_other_layouts(optimizer, packed)
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
     states = {name: _flat(packed["state"].get(number, {})) for number, name in names.items()}
     shared = {key: value for key, value in packed["state"].items() if key not in names}
-    if unnamed := [key for key in shared if not isinstance(key, str)]:
+    extra = {key: value for key, value in packed.items() if key not in ENTRIES}
+    if unnamed := [key for key in (*shared, *extra) if not isinstance(key, str)]:
         raise CheckpointError(
             f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in the optimizer's groups. A "
             "checkpoint can contain only states of parameters, and states whose key is a string: use such a key"
@@ -156,7 +162,18 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
             if values
         },
         "shared": {key: readable(value, f"state {key!r}") for key, value in shared.items()},
+        "extra": {key: readable(value, f"{key!r} in the state_dict()") for key, value in extra.items()},
     }
+
+
+def _refuse_other_layouts(optimizer: PipelineOptimizer, packed: Content) -> None:
+    """Raise CheckpointError if the optimizer's own state_dict() lacks one of torch's two entries."""
+    if missing := [key for key in ENTRIES if key not in packed]:
+        raise CheckpointError(
+            f"the state_dict() of {type(optimizer.optim).__name__} has no {missing[0]!r}, so its states cannot be "
+            "saved by parameter name: return states and groups under the keys 'state' and 'param_groups', as "
+            f"torch.optim.Optimizer does, or {ONLY_MODEL}"
+        )
 
 
 def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
@@ -182,15 +199,17 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
     """The combined description of all ranks' states, and the first rank that holds each parameter. Raises
     CheckpointError if the number of groups, the options of a group, or states that do not belong to a parameter differ
     between ranks."""
-    whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}, "shared": {}}
+    whole: Content = {"format": OPTIMIZER_FORMAT, "param_groups": []}
+    whole |= {part: {} for part in ("parameters", "state", *ALIKE)}
     owners: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
         for name in description["parameters"]:
             owners.setdefault(name, rank)
         for part in ("parameters", "state"):
             whole[part] = description[part] | whole[part]
-        for key, value in description["shared"].items():
-            if encode(whole["shared"].setdefault(key, value)) != encode(value):
+        alike = [(part, *item) for part in ALIKE for item in description.get(part, {}).items()]
+        for part, key, value in alike:
+            if encode(whole[part].setdefault(key, value)) != encode(value):
                 raise CheckpointError(
                     f"the optimizer's state {key!r}, which belongs to no parameter, differs between rank {rank} and "
                     "an earlier rank. Compute this state from values that are the same on all ranks, or keep it in "
@@ -240,9 +259,10 @@ def content_flaw(content: Content, described: bool) -> str:
         return "its param_groups are not a list of dicts"
     if not all(isinstance(group.get("params"), list) for group in groups):
         return "one of its groups has no list of params"
-    shared = content.get("shared", {})
-    if not _by_name(shared, object) or not all(has_content(v) for v in shared.values() if isinstance(v, Tensor)):
-        return "its shared state is not a dict with string keys, or has tensors without values"
+    for part in ALIKE:
+        values = content.get(part, {})
+        if not _by_name(values, object) or not all(has_content(v) for v in values.values() if isinstance(v, Tensor)):
+            return f"its {part} state is not a dict with string keys, or has tensors without values"
     names = [name for group in groups for name in group["params"]]
     if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parameters):
         return "the params of its groups are not exactly its parameters, each listed once"
@@ -480,8 +500,8 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
         for saved, group in zip(content["param_groups"], packed["param_groups"], strict=True)
     ]
     state: dict[Any, Any] = {number: _nested(states[name]) for number, name, _ in parameters if states.get(name)}
-    state |= copy.deepcopy(content.get("shared", {}))  # load_state_dict does not copy shared states
-    optimizer.optim.load_state_dict({**packed, "state": state, "param_groups": groups})
+    shared, extra = (copy.deepcopy(content.get(part, {})) for part in ALIKE)  # load_state_dict does not copy these
+    optimizer.optim.load_state_dict({**packed, **extra, "state": state | shared, "param_groups": groups})
     for _, name, parameter in parameters:  # torch casts states to the parameter's dtype: restore the saved dtypes
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):
             loaded = _flat(optimizer.optim.state[parameter])

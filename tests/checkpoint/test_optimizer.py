@@ -228,6 +228,72 @@ def test_states_of_no_parameter_are_saved(pool: Pool, tmp_path: Path) -> None:
     assert "the key ('step',), which is not a parameter in the optimizer's groups" in ranks[0][4]
 
 
+class Scheduled(optim.SGD):
+    """Counts its steps in an attribute, which its state_dict adds to torch's two entries."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.calls = state_dict["calls"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class Outer(optim.SGD):
+    """Has a state_dict of its own layout, as wrappers of the Lookahead kind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+
+def scheduled(folder: Path) -> list[Any]:
+    """The calls after loads from a folder, a file and an older folder; what is said of other entries and layouts."""
+
+    def make(kind: type[optim.SGD] = Scheduled) -> Run:
+        return Run(lambda model: kind(model.parameters(), lr=0.1))
+
+    run, said = make(), list[Any]()
+    run.train(2)
+    for name in ("folder", "file.pt"):
+        run.booster.save_optimizer(run.optimizer, f"{folder}/{name}", shard=name == "folder")
+        other = make()
+        other.booster.load_optimizer(other.optimizer, f"{folder}/{name}")
+        said.append(other.optimizer.calls)
+    if dist.get_rank() == 0:  # as an earlier version wrote it
+        content = torch.load(folder / "file.pt", weights_only=True)
+        torch.save({key: value for key, value in content.items() if key != "extra"}, folder / "older.pt")
+    dist.barrier()
+    other.train(1)
+    other.booster.load_optimizer(other.optimizer, f"{folder}/older.pt")
+    said.append(other.optimizer.calls)
+    run.optimizer.optim.calls += dist.get_rank()
+    other.optimizer.optim.calls = {1}
+    for wrong in (run, other, make(Outer)):
+        with pytest.raises(CheckpointError) as caught:
+            wrong.booster.save_optimizer(wrong.optimizer, f"{folder}/wrong", shard=True)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_further_entries_of_a_state_dict_are_saved(pool: Pool, tmp_path: Path) -> None:
+    """An optimizer that adapts to the number of its calls, which its own state_dict contains, began at 0 again after
+    each resume, without a word. In one process, torch restores the number."""
+    ranks = pool.run(scheduled, 2, tmp_path)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][:3] == [2, 2, 3]
+    assert "state 'calls', which belongs to no parameter, differs between rank 1 and an earlier rank" in ranks[0][3]
+    assert "'calls' in the state_dict() of Scheduled cannot be saved (TypeError: a value of type set" in ranks[0][4]
+    assert "the state_dict() of Outer has no 'state', so its states cannot be saved by parameter name" in ranks[0][5]
+
+
 class Packed(Tensor):
     """Two tensors that look like one, as the states of torchao's 8-bit optimizers."""
 
