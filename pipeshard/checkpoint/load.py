@@ -211,6 +211,8 @@ class _Plan:
         doubled: the first name of each weight that the architecture ties, but that the checkpoint has under two names,
             and the two pieces.
         updated: the weights that optimizers update, or all weights if there are no optimizers.
+        is_initial: whether the checkpoint contains the weights with which training begins. The optimizer's
+            checkpoint may replace these weights.
         kept: the weights whose fp32 master weights were kept because these round to the checkpoint's values.
         is_other: whether fp32 master weights in `updated` that do not round to the checkpoint's values were replaced.
         missing: the first names of the tensors that the checkpoint lacks.
@@ -229,6 +231,7 @@ class _Plan:
         blank: set[str],
     ) -> None:
         self.whole, self.source, self.holdings = model, source, holdings
+        self.is_initial = of_base
         self.model = without_adapters(model)[1] if of_base else model
         state = model.state_dict(keep_vars=True)  # ghosts also have shapes
         names = dict(zip(state, state)) if self.model is model else base_names(model)
@@ -407,6 +410,8 @@ class _Plan:
     def _assign(self, name: str, target: Tensor, value: Any) -> None:
         """Set a tensor to `value`. A plain parameter reuses the memory of `value`, unless other tensors share it."""
         weight = self.holdings.weights.get(name)
+        if weight is not None and not self.is_initial:
+            weight.loaded_as = value.dtype
         if name in self.scales:
             scales = {end: self.source.read(key).to(target.device) for end, key in self.scales[name].items()}
             refused = f"{self.source.path}: the quantized {name} cannot be read"

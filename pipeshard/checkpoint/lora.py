@@ -207,6 +207,7 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
             for name, value in values.items():
                 if (weight := holdings.weights.get(first.get(name, name))) is not None:
                     weight.set(value.to(weight.parameter.device))
+                    weight.loaded_as = value.dtype
                 elif name in buffers:  # batch-norm statistics of a trained copy
                     buffers[name].copy_(value)
 

@@ -5,6 +5,7 @@ by name, the states of all ranks form one checkpoint that any number of stages, 
 """
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -32,6 +33,8 @@ from pipeshard.distributed.collectives import (
 from pipeshard.engine.groups import is_compared
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, listed
+
+logger = logging.getLogger("pipeshard")
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
 # The previous format: single files are the same, but folders use another torch.distributed.checkpoint layout.
@@ -381,9 +384,33 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
                 "the same parameters in the same groups"
             )
         states = _saved_states(boosted, source, content, held["parameters"].keys())
+    _keep_loaded_weights(boosted, states, checkpoint)
     with together(boosted.group):
         _restore_states(boosted, content, states)
     boosted.gradients.settle()  # with ZeRO, each replica has loaded only the values of its own weights
+
+
+def _keep_loaded_weights(optimizer: PipelineOptimizer, states: States, checkpoint: str | Path) -> None:
+    """If the model's loaded weights are not those that were saved with the optimizer, remove their fp32 values from
+    `states`, with a warning. The result is the same as if the optimizer had been loaded before the model. Call it on
+    all ranks."""
+    weights = optimizer.weights
+    with together(optimizer.group):
+        own = [name for name, values in states.items() if VALUE in values and weights[name].differs(values[VALUE])]
+    others = [name for names in gather_objects(own, optimizer.group) for name in names]
+    if not others:
+        return
+    for name, values in states.items():
+        if weights[name].loaded_as is not None:
+            values.pop(VALUE, None)
+    if optimizer.grid.first:
+        logger.warning(
+            "%s was saved with other weights than those that were loaded into the model (such as %s). The loaded "
+            "weights are kept, and the fp32 values in this checkpoint are ignored. To use the fp32 values, load the "
+            "model that was saved with this optimizer first",
+            checkpoint,
+            others[0],
+        )
 
 
 def boosted_optimizer(optimizer: Optimizer) -> PipelineOptimizer:

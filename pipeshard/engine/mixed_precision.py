@@ -88,6 +88,8 @@ class MasterWeight:
         moved: a function to call after the shard has moved to other memory, or None.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
+        loaded_as: the dtype of the weight in the model's checkpoint that was loaded last, or None if the optimizer has
+        updated the weight since then.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class MasterWeight:
         self.noted: dict[int, State] = {}
         self.shared: dict[int, State] = {}
         self.is_due = False
+        self.loaded_as: torch.dtype | None = None
         self.moved: Callable[[str, nn.Parameter], None] | None = None
         self._lent: Tensor | None = None  # the gradient that was assigned to `master`
         self.plain = full is None and not isinstance(parameter, DTensor)
@@ -233,6 +236,15 @@ class MasterWeight:
             is_kept = torch.equal(self.master.to(part.dtype), part)
         self.set_part(self.master.detach() if is_kept else part)
         return is_kept
+
+    @torch.no_grad()
+    def differs(self, value: Tensor) -> bool:
+        """Whether this weight was loaded, and `value`, this rank's shard of an fp32 master weight, does not round to
+        the loaded weight."""
+        if self.loaded_as is None:
+            return False
+        loaded = local(self.parameter).to(computed_in(self.parameter))
+        return not torch.equal(value.to(loaded.device, self.loaded_as).to(loaded.dtype), loaded)
 
     def round(self) -> None:
         """Round the values to the precision in which the model computes."""

@@ -380,6 +380,7 @@ class PipelineOptimizer(Optimizer):
         ready = self.gradients.ready(self)
         for weight in self.weights.values() if ready else ():
             weight.lend_gradient()
+            weight.loaded_as = None
         return ready
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -476,6 +477,60 @@ def test_an_optimizer_may_be_loaded_before_its_model(
 @pytest.mark.turns
 def test_states_keep_their_precision(pool: Pool, tmp_path: Path) -> None:
     pool.run(mixed, 2, tmp_path)
+
+
+def of_another_model(folder: Path, p: int, layout: dict[str, int]) -> tuple[list[str], list[str]]:
+    """Loads the optimizer of one run and the weights of another, in both orders. Returns the warnings of each order."""
+    data = zoo.batch("llama")
+
+    def made(seed: int, precision: str = "bf16") -> Split:
+        model = zoo.build("llama", seed=seed, layers=2)
+        return Split(model, p, data, num_microbatches=2, precision=precision, **layout)
+
+    def step(split: Split) -> None:
+        split.backward(data)
+        split.step()
+
+    def load(split: Split, *names: str) -> list[str]:
+        with mock.patch.object(subject.logger, "warning") as warning:
+            for name in names:
+                if name == "optimizer":
+                    split.booster.load_optimizer(split.optimizer, f"{folder}/{name}")
+                else:
+                    split.booster.load_model(split.model, f"{folder}/{name}")
+        return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+    trained, other = made(0), made(1)
+    step(trained)
+    other.booster.save_model(other.model, f"{folder}/other", shard=True)
+    trained.booster.save_model(trained.model, f"{folder}/model", shard=True)
+    trained.booster.save_optimizer(trained.optimizer, f"{folder}/optimizer", shard=True)
+    expected = {name: value.float() for name, value in other.held.items()}
+    for precision in ("fp32", "bf16"):
+        one, two = made(2, precision), made(3, precision)
+        warnings = load(one, "other", "optimizer"), load(two, "optimizer", "other")
+        for split in (one, two):
+            assert same({name: value.float() for name, value in split.held.items()}, expected)
+            assert all(torch.equal(value, expected[name]) for name, value in masters(split).items())
+            assert same(split.optimizer.state_dict()["state"], trained.optimizer.state_dict()["state"])
+        step(one)  # then these are no longer the loaded weights: the run goes back to its own checkpoint
+        assert load(one, "optimizer", "model") == []
+        assert precision == "fp32" or same(masters(one), masters(trained))
+    return warnings
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("p", "layout"), [(2, {}), (1, {"dp_size": 2, "zero_stage": 1})], ids=["stages", "zero"])
+def test_weights_of_another_model_are_kept_in_either_order(
+    pool: Pool, tmp_path: Path, p: int, layout: dict[str, int]
+) -> None:
+    """A user loaded averaged weights, and then the optimizer of the run. In 16 bits, the optimizer's fp32 values were
+    written over the averaged weights, so training silently continued from the run's own weights."""
+    first, second = pool.run(of_another_model, 2, tmp_path, p, layout)
+    assert first[1] == second[0] == second[1] == []  # the order without a warning, and the other rank
+    (warning,) = first[0]
+    assert f"{tmp_path}/optimizer was saved with other weights than those that were loaded into the model" in warning
+    assert "load the model that was saved with this optimizer first" in warning
 
 
 def wrong(folder: Path) -> list[str]:
