@@ -104,10 +104,11 @@ ALL = "*"  # the pattern `own` for a folder that contains only files of saves
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str = ALL) -> AbstractContextManager[Path]:
     """Context manager that yields an empty folder shared by all ranks. On exit, this folder replaces `target`.
 
-    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is
-    passed to `make_way`. Files whose names match the pattern `own` belong to saves: those of the previous save are
-    removed. Other entries of the previous folder are kept, unless the new folder has an entry of the same name. If
-    `target` is a link, the folder that the link points to is replaced.
+    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. (If the file
+    system has no hard links, kept entries are missing while they are moved.) `mark` is passed to `make_way`. Files
+    whose names match the pattern `own` belong to saves: those of the previous save are removed. Other entries of the
+    previous folder are kept, unless the new folder has an entry of the same name. If `target` is a link, the folder
+    that the link points to is replaced.
     """
     target = _without_links(target)
     return _written_folder(
@@ -135,9 +136,11 @@ def make_way(target: Path, mark: str, own: str = ALL) -> None:
 
 def place(writing: Path, target: Path, own: str = ALL) -> None:
     """Rename `writing`, a complete folder that is synced to disk, to `target`. An existing folder is replaced, except
-    for its entries that do not match `own`."""
+    for its entries that do not match `own`: `writing` gets hard links to these entries before it is renamed."""
     old = hidden(target, "old")
     if target.exists():
+        if own != ALL:
+            _keep_others(target, writing, own, _link)
         os.rename(target, old)
     os.rename(writing, target)
     restore(target, own)
@@ -183,8 +186,7 @@ def _written_folder(
 
 def existing(target: Path) -> Path:
     """`target`, or the hidden previous folder if a save was killed between its two renames."""
-    target = _without_links(target)
-    old = hidden(target, "old")
+    old = hidden(_without_links(target), "old")
     return old if old.exists() and not target.exists() else target
 
 
@@ -195,24 +197,37 @@ def _without_links(target: Path) -> Path:
 
 def restore(target: Path, own: str = ALL) -> None:
     """Complete a save that may have been killed: restore `target` if it is missing, move the entries that do not match
-    `own` from the hidden previous folder to `target`, and remove the hidden folder."""
-    old = hidden(target, "old")
+    `own` from the hidden previous folder to `target`, and remove the hidden folder. Call it before a save changes other
+    entries of `target`."""
+    old = hidden(target := _without_links(target), "old")
     if old.exists() and not target.exists():
         os.rename(old, target)
     if old.is_dir() and own != ALL:
-        _keep_others(old, target, own)
+        _keep_others(old, target, own, shutil.move)
         sync(target)
     remove(old)
 
 
-def _keep_others(old: Path, new: Path, own: str) -> None:
-    """Move to `new` the entries of `old` that neither match `own` nor exist in `new`, also within subfolders."""
+def _keep_others(old: Path, new: Path, own: str, keep: Callable[[Path, Path], object]) -> None:
+    """Call `keep` with the paths in `old` and in `new` of the entries of `old` that neither match `own` nor exist in
+    `new`, also within subfolders."""
     for entry in old.iterdir():
         kept = new / entry.name
         if entry.is_dir() and kept.is_dir():
-            _keep_others(entry, kept, own)
+            _keep_others(entry, kept, own, keep)
         elif not fnmatchcase(entry.name, own) and not kept.exists():
-            shutil.move(entry, kept)
+            keep(entry, kept)
+
+
+def _link(entry: Path, path: Path) -> None:
+    """Create hard links to a file, or to all files of a folder, if the file system and the permissions allow it."""
+    try:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, path, symlinks=True, copy_function=os.link)
+        else:
+            os.link(entry, path, follow_symlinks=False)
+    except OSError:  # `restore` then moves the entry
+        remove(path)
 
 
 def sync(*paths: Path) -> None:

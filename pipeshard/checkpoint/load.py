@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from pipeshard.checkpoint.files import together
+from pipeshard.checkpoint.files import existing, together
 from pipeshard.checkpoint.safetensors_files import Source, StoredRows
 from pipeshard.distributed.collectives import gather_objects, laid_out
 from pipeshard.engine.mixed_precision import MasterWeight
@@ -171,7 +171,7 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     with together(pipeline.grid.world):
         if draw_missing and not has_adapters(model):
             refuse_ignored_adapters(model, path)
-        source = Source(path, without_adapters(model)[1] if draw_missing else model)
+        source = Source(existing(path), without_adapters(model)[1] if draw_missing else model)
         updated = pipeline.gradients.updated
         plan = _Plan(model, source, pipeline.holdings, updated, of_base=draw_missing, blank=pipeline.blank)
         plan.refuse(lists=strict and not draw_missing)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +25,9 @@ from torch import Tensor, nn, optim
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from pipeshard import PipelinePlugin
+from pipeshard.checkpoint import files
 from pipeshard.checkpoint import optimizer as subject
+from pipeshard.checkpoint.safetensors_files import OWN
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.optimizer_trial import check_separable
 from pipeshard.errors import CheckpointError, ConfigurationError
@@ -781,6 +785,81 @@ def test_an_optimizer_is_saved_beside_other_files(pool: Pool, tmp_path: Path) ->
         assert [name for name in found if name.startswith("model")]
         assert "rank-00007-00000.safetensors" not in found
     assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
+def killed_beside_a_model(folder: Path) -> list[bool]:
+    """Saves of an optimizer beside a model's file are killed, and a model in shards replaces it. Whether the weights of
+    the model were read, and at last those of its shards."""
+    run, there = Run(OPTIMIZERS["adamw"]), folder / "all"
+
+    def is_read() -> bool:
+        other = Run(OPTIMIZERS["adamw"], seed=1)
+        other.booster.load_model(other.model, str(there))
+        return all(map(torch.equal, other.model.unwrap().parameters(), run.model.unwrap().parameters()))
+
+    run.booster.save_model(run.model, str(there), shard=True)
+    run.booster.save_optimizer(run.optimizer, str(there), shard=True)
+    with mock.patch.object(files, "restore", side_effect=[None, OSError("killed")]), pytest.raises(CheckpointError):
+        run.booster.save_optimizer(run.optimizer, str(there), shard=True)  # after its two renames
+    read = [is_read()]
+    there.rename(folder / "other")
+    read.append(is_read())  # as if killed between the two renames
+    (folder / "other").rename(there)
+    run.train(1)
+    run.booster.save_model(run.model, str(there), shard=True, size_per_shard=0.05)  # type: ignore[arg-type]
+    run.booster.save_optimizer(run.optimizer, str(there), shard=True)
+    return [*read, is_read(), (there / "model.safetensors").exists()]
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_a_model_is_read_if_a_save_of_its_optimizer_was_killed(pool: Pool, tmp_path: Path) -> None:
+    """The model of a folder was moved away, and back once the optimizer was there: killed in between, the folder had no
+    checkpoint. The next model's shards were saved, and then the file of the previous one came back beside them."""
+    assert pool.run(killed_beside_a_model, 1, tmp_path) == [[True, True, True, False]]
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("moment", range(4))
+def test_what_a_folder_also_contains_is_there_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int, has_links: bool
+) -> None:
+    """A save that was killed as it replaced a folder left the user's other files in a hidden one. On a disk without
+    hard links, they still move there, and the next save brings them back."""
+    target, writing, shard = tmp_path / "all", tmp_path / ".all.writing", "rank-00000-00000.safetensors"
+    for path in (target / "model.safetensors", target / "code" / "rows.py", target / shard, writing / shard):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("new" if path == writing / shard else "old")
+    (target / "link").symlink_to("code")
+    moments = itertools.count()
+
+    def until_killed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any) -> Any:
+            if next(moments) == moment:
+                raise Killed
+            return original(*args)
+
+        return step
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", until_killed(os.rename))
+        patch.setattr(files, "restore", until_killed(files.restore))
+        with contextlib.suppress(Killed):
+            files.place(writing, target, OWN)
+    if has_links or moment < 2:
+        there = files.existing(target)
+        assert (there / "model.safetensors").read_text() == (there / "link" / "rows.py").read_text() == "old"
+    files.restore(target, OWN)
+    assert {path.name for path in target.iterdir()} == {"code", "link", "model.safetensors", shard}
+    assert (target / "link").is_symlink() and not (tmp_path / ".all.old").exists()
+    assert (target / shard).read_text() == ("old" if moment < 2 else "new")
 
 
 def schedules(folder: Path) -> list[str]:
