@@ -28,7 +28,7 @@ class Span(NamedTuple):
     total: int
 
 
-class Place(NamedTuple):
+class Selection(NamedTuple):
     """The part of a batch that a microbatch contains: the indices of its samples and, by path, each leaf's Span."""
 
     rows: tuple[int, ...]
@@ -46,8 +46,8 @@ class Batch:
     entries of each sample, or to () if unknown. Every microbatch receives all other leaves with None in full (a scalar,
     a (1, 1, s, s) mask, a string, ...). The model is called with the first `taken` positional entries (None: all). A
     criterion receives all entries. The leaves at the paths `exact` keep their precision if the model is cast to 16
-    bits. `entry` names the module that is called with the batch, or "" for the model itself. `place` is the part of the
-    batch that a microbatch contains, or None if this part is consecutive samples with all their positions.
+    bits. `entry` names the module that is called with the batch, or "" for the model itself. `selection` is the part of
+    the batch that a microbatch contains, or None if this part is consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -59,7 +59,7 @@ class Batch:
     taken: int | None = None
     exact: frozenset[str] = frozenset()
     entry: str = ""
-    place: Place | None = None
+    selection: Selection | None = None
 
     @classmethod
     def of(

@@ -52,9 +52,9 @@ def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
 
 def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> str:
     """The error message for microbatch i, which fails with `error` (in `module`, if known)."""
-    start, place = sum(part.rows for part in parts[:i]), parts[i].place
-    rows = f"{start} to {start + parts[i].rows - 1}" if place is None else ", ".join(map(str, place.rows))
-    rows = f"rows {rows}" if parts[i].rows > 1 else f"row {start if place is None else rows}"
+    start, selection = sum(part.rows for part in parts[:i]), parts[i].selection
+    rows = f"{start} to {start + parts[i].rows - 1}" if selection is None else ", ".join(map(str, selection.rows))
+    rows = f"rows {rows}" if parts[i].rows > 1 else f"row {start if selection is None else rows}"
     names = cut_inputs(batch)
     where = f" in {module}" if module else ""
     doubtful = [name for name in names if name not in (IDS, MASK, LABELS)] or names

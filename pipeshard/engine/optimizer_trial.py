@@ -37,7 +37,7 @@ OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earli
 SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
 KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules whose optimizers do not couple parameters
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
-Place = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
+Index = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
 Closure = Callable[[], Tensor]
 
 
@@ -151,9 +151,9 @@ def _gap_of_few(
         return _gap(start, lambda values: _stepped(optimizer, model, values), sliced)
 
 
-def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[Place, Tensor]], sliced: bool) -> float:
+def _gap(start: dict[Index, Tensor], run: Callable[[dict[Index, Tensor]], dict[Index, Tensor]], sliced: bool) -> float:
     halves = [
-        {place: value.chunk(2)[half] for place, value in start.items()} if sliced else dict([*start.items()][half::2])
+        {index: value.chunk(2)[half] for index, value in start.items()} if sliced else dict([*start.items()][half::2])
         for half in (0, 1)
     ]
     together = run(start)
@@ -161,10 +161,10 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
         first, second = [run(values) for values in halves]
     except Exception:  # the optimizer needs all parameters, for example because it keeps its own list
         return 1.0
-    apart = {place: torch.cat([first[place], second[place]], 1) for place in start} if sliced else first | second
+    apart = {index: torch.cat([first[index], second[index]], 1) for index in start} if sliced else first | second
     if not start:
         return 0.0
-    gaps = [(together[place], together[place] - apart[place]) for place in start]
+    gaps = [(together[index], together[index] - apart[index]) for index in start]
     moved, differs = (torch.cat([gap.flatten(1) for gap in of_all], 1).abs().amax(1) for of_all in zip(*gaps))
     counts = moved > 1e-6
     return float((differs[counts] / moved[counts]).max()) if counts.any() else 0.0
@@ -193,7 +193,7 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
     return not needed and "param_groups" in original.__code__.co_names
 
 
-def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Tensor]:
+def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Index, Tensor]:
     """Return small random tensors for the first `few` parameters of each group (None: all). With `sliced`, only
     parameters with several rows are included."""
     generator = torch.Generator().manual_seed(0)
@@ -203,11 +203,11 @@ def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Te
         for j, parameter in enumerate(group["params"][:few])
     }
     if sliced:
-        shapes = {place: shape for place, shape in shapes.items() if shape and shape[0] > 1}
-    return {place: torch.randn(shape, generator=generator) for place, shape in shapes.items()}
+        shapes = {index: shape for index, shape in shapes.items() if shape and shape[0] > 1}
+    return {index: torch.randn(shape, generator=generator) for index, shape in shapes.items()}
 
 
-def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]) -> dict[Place, Tensor]:
+def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Index, Tensor]) -> dict[Index, Tensor]:
     """Run the steps of a copy of the optimizer that has only these parameters, and return the change of each parameter
     in each step."""
     alone, closed = (
@@ -224,8 +224,8 @@ def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]
 
 
 def _called(
-    optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], methods: Sequence[str]
-) -> dict[Place, Tensor]:
+    optimizer: Optimizer, model: nn.Module, values: dict[Index, Tensor], methods: Sequence[str]
+) -> dict[Index, Tensor]:
     """Call these methods of a copy of the optimizer in order, each with new gradients, and return the change of each
     parameter in each call."""
 
@@ -240,9 +240,9 @@ def _called(
 def _moves(
     optimizer: Optimizer,
     model: nn.Module,
-    values: dict[Place, Tensor],
+    values: dict[Index, Tensor],
     calls: Iterable[tuple[int, Callable[[Any, Closure], object]]],
-) -> dict[Place, Tensor]:
+) -> dict[Index, Tensor]:
     """Call functions with a copy of the optimizer and a closure. Set new gradients before each call, and return the
     change of each parameter in each call. `calls` contains the functions, each with the number that determines its
     gradients.
@@ -250,12 +250,12 @@ def _moves(
     The magnitude of a gradient depends on this number and on the parameter. If all gradients had the same magnitude, an
     estimate over all parameters (Prodigy's) would equal the estimate over half of them.
     """
-    parameters: dict[Place, nn.Parameter] = {}
+    parameters: dict[Index, nn.Parameter] = {}
     for (k, j), value in values.items():
         original = optimizer.param_groups[k]["params"][j]
         parameters[k, j] = nn.Parameter(value.to("cpu" if original.is_meta else original.device).clone())
     trial = _copy(optimizer, model, parameters)
-    seen = {place: [parameter.detach().cpu().clone()] for place, parameter in parameters.items()}
+    seen = {index: [parameter.detach().cpu().clone()] for index, parameter in parameters.items()}
     for number, call in calls:
 
         def closure(number: int = number) -> Tensor:
@@ -269,16 +269,16 @@ def _moves(
 
         closure()
         call(trial, closure)
-        for place, parameter in parameters.items():
-            seen[place].append(parameter.detach().cpu().clone())
-    return {place: torch.stack(of_place).diff(dim=0) for place, of_place in seen.items()}
+        for index, parameter in parameters.items():
+            seen[index].append(parameter.detach().cpu().clone())
+    return {index: torch.stack(values).diff(dim=0) for index, values in seen.items()}
 
 
 def _corner(tensor: Tensor) -> Tensor:
     return tensor.detach()[(slice(SIZE),) * tensor.ndim].clone() if tensor.ndim else tensor.detach().clone()
 
 
-def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
+def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Index, nn.Parameter]) -> Any:
     """Return a copy of the optimizer whose groups contain only `parameters`. Large tensors are not copied."""
     memo: dict[int, Any] = {id(value): _corner(value) for value in contents(optimizer) if isinstance(value, Tensor)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}

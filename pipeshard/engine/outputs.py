@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.batch.batch import Batch, Place, Span
+from pipeshard.batch.batch import Batch, Selection, Span
 from pipeshard.batch.tree import field_of, flatten_with_names
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.errors import UsageError, summary
@@ -204,7 +204,7 @@ class Outputs:
         a batch dimension must be the same in all microbatches. Other objects are the first microbatch's."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
-        is_whole = len(self._batches) == 1 and self._batches[0].place is None
+        is_whole = len(self._batches) == 1 and self._batches[0].selection is None
         if not is_whole:
             self._refuse_lists(named, flow)
         columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
@@ -250,20 +250,20 @@ class Outputs:
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
         """Merge an output's tensors of all microbatches along the batch dimension `dim`, with the samples in their
         original order. Positions that were removed from a microbatch as padding are zeros."""
-        places = [batch.place for batch in self._batches if batch.place is not None]
-        if not places:
+        selections = [batch.selection for batch in self._batches if batch.selection is not None]
+        if not selections:
             return torch.cat(list(column), dim)
-        spans = _spans(name, column, dim, flow, places)
+        spans = _spans(name, column, dim, flow, selections)
         shape = list(column[0].shape)
-        shape[dim] = sum(len(place.rows) for place in places)
+        shape[dim] = sum(len(selection.rows) for selection in selections)
         for at, of_parts in spans.items():
             shape[at] = of_parts[0].total
         whole = column[0].new_zeros(shape)
-        for k, (part, place) in enumerate(zip(column, places, strict=True)):
+        for k, (part, selection) in enumerate(zip(column, selections, strict=True)):
             view = whole
             for at, of_parts in spans.items():
                 view = view.narrow(at, *of_parts[k][:2])
-            view.index_copy_(dim, torch.tensor(place.rows, device=view.device), part)
+            view.index_copy_(dim, torch.tensor(selection.rows, device=view.device), part)
         return whole
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
@@ -290,7 +290,7 @@ class Outputs:
 
 
 def _spans(
-    name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, places: Sequence[Place]
+    name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, selections: Sequence[Selection]
 ) -> dict[int, list[Span]]:
     """Map each sequence dimension of an output to the Spans of the microbatches. In the trace, a sequence dimension
     grows with the number of positions (if the trace has varied this number). In every microbatch, its size is the
@@ -303,8 +303,8 @@ def _spans(
     for at in (at for at in range(column[0].ndim) if at != dim):
         grows = [path for group, slope in zip(groups, slopes[at][1:] if slopes else ()) if slope for path in group]
         sizes = [part.shape[at] for part in column]
-        for path in grows or [path for path in places[0].spans if path not in known]:
-            of_path = [place.spans[path] for place in places if path in place.spans]
+        for path in grows or [path for path in selections[0].spans if path not in known]:
+            of_path = [selection.spans[path] for selection in selections if path in selection.spans]
             fewer = of_path[0].length - sizes[0] if of_path else 0
             is_shifted = fewer > 0 and bool(grows) and sum(slopes[at]) == 1
             if (not fewer or is_shifted) and sizes == [span.length - fewer for span in of_path]:

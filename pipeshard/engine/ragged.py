@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from pipeshard.batch.batch import Batch, Place, Span, split_sizes
+from pipeshard.batch.batch import Batch, Selection, Span, split_sizes
 from pipeshard.batch.grouping import TokenCost, group, orders
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import BatchError
@@ -263,7 +263,7 @@ class Ragged:
                     leaf = leaf.narrow(positions, start, length)
             return leaf.contiguous()  # like the batch's own tensors: a criterion may call view
 
-        return replace(batch.take(torch.tensor(rows)).map(narrowed), place=Place(tuple(rows), spans))
+        return replace(batch.take(torch.tensor(rows)).map(narrowed), selection=Selection(tuple(rows), spans))
 
     def padded(self, batch: Batch) -> list[Batch]:
         """Return the batch with 25 % more positions, all of them padding, so that every microbatch has padding to

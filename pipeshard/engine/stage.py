@@ -137,7 +137,7 @@ class Saved:
     carried: Sequence[Left] = ()
 
 
-Place = tuple[Dataflow, Value]  # identifies a result that crosses a cut
+Crossing = tuple[Dataflow, Value]  # identifies a result that crosses a cut
 
 
 class Stage:
@@ -190,8 +190,8 @@ class Stage:
         self.loss: Tensor | None = None
         self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
-        self.reached: dict[Place, bool] = {}  # inputs, and whether they have received a gradient so far
-        self.dropped: set[Place] = set()  # inputs for which a custom backward of the model returned None
+        self.reached: dict[Crossing, bool] = {}  # inputs, and whether they have received a gradient so far
+        self.dropped: set[Crossing] = set()  # inputs for which a custom backward of the model returned None
         self.remaining = len(microbatches)  # backwards still to run
 
     def end(self) -> None:
@@ -312,28 +312,28 @@ class Stage:
         route = self.microbatches[i].route
         missing = []
         for value, tensor in zip(route.enters.gradients, entered, strict=True):
-            place = route.flow, value
+            crossing = route.flow, value
             if tensor.grad is not None:
-                self.reached[place] = True
+                self.reached[crossing] = True
             else:
-                self.reached.setdefault(place, False)
-                missing.append((place, tensor))
+                self.reached.setdefault(crossing, False)
+                missing.append((crossing, tensor))
         nodes = set(nodes_from(edge.node for edge in roots)) if missing else set()
-        self.dropped.update(place for place, tensor in missing if get_gradient_edge(tensor).node in nodes)
+        self.dropped.update(crossing for crossing, tensor in missing if get_gradient_edge(tensor).node in nodes)
 
     def _refuse_none(self) -> None:
         """Raise TraceError if an input has received no gradient in the step. The stage that computed the input would
         receive zeros. Some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
         gradient."""
-        for place in (place for place, is_reached in self.reached.items() if not is_reached):
-            flow, value = place
+        for crossing in (crossing for crossing, is_reached in self.reached.items() if not is_reached):
+            flow, value = crossing
             if value in self._before.get(flow, ()):
                 why = (
                     " in this step, but received one in an earlier step: a unit detaches or omits this result, "
                     "depending on a counter or on tensor values. Detach or omit the result in every forward or in none "
                     "(an attribute that you set between steps may decide), or multiply the result by zero"
                 )
-            elif place in self.dropped:
+            elif crossing in self.dropped:
                 why = (
                     ", because a custom backward of the model (torch.autograd.Function) returns None for it. The stage "
                     "that computed the result cannot distinguish None from zeros. Return zeros in that backward, or "

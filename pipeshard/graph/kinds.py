@@ -51,7 +51,7 @@ from pipeshard.private import (
     tree_unflatten,
 )
 
-Place = tuple[Path, Any]  # the path of a holder, and a key of its content
+Location = tuple[Path, Any]  # the path of a holder, and a key of its content
 Own = tuple[tuple[str, tuple[Any, ...]], ...]  # names and values of a unit's own tensors
 FEW = 16  # the maximum number of elements of a tensor in Own
 
@@ -60,13 +60,13 @@ class Settings:
     """A comparable record of everything that code could read from a unit or an argument, except the values of tensors.
 
     Attributes:
-        values: a comparable form of the value at each place.
+        values: a comparable form of the value at each Location.
         modules: by id, each module that the unit or argument reaches, and its path.
     """
 
     def __init__(self, root: Any) -> None:
         self.root, self.snapshot = root, Snapshot({UNIT: root})
-        self.values: dict[Place, Any] = {((), "class"): type(root)}
+        self.values: dict[Location, Any] = {((), "class"): type(root)}
         self.modules: dict[int, tuple[nn.Module, Path]] = {}
         for path, value, how, content, *_ in self.snapshot.holders:
             for key, entry in entries_of(content):
@@ -82,9 +82,9 @@ class Settings:
         """The ids of the modules inside the unit."""
         return frozenset(map(id, self.root.modules()))
 
-    def differences(self, other: "Settings") -> set[Place]:
+    def differences(self, other: "Settings") -> set[Location]:
         a, b = self.values, other.values
-        return {place for place in a.keys() | b.keys() if place not in a or place not in b or a[place] != b[place]}
+        return {at for at in a.keys() | b.keys() if at not in a or at not in b or a[at] != b[at]}
 
 
 OF_ANY_COPY = (TensorSpec, Known, Enum, *PLAIN)  # leaves that do not refer to objects of one copy of the model
@@ -114,7 +114,7 @@ class Kind:
 
     settings: Settings
     watched: frozenset[Path]
-    read: frozenset[Place]
+    read: frozenset[Location]
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
     reached: tuple[frozenset[int], ...]
@@ -138,10 +138,10 @@ class Kind:
         return not (self.met or common or lists or opaque)
 
     @cached_property
-    def reads_outside(self) -> tuple[Place, ...]:
+    def reads_outside(self) -> tuple[Location, ...]:
         """The attributes of modules outside the unit that the visited call read."""
         outside = {path for address, (_, path) in self.settings.modules.items() if address not in self.settings.own}
-        return tuple(place for place in self.read if place[0] in outside)
+        return tuple(at for at in self.read if at[0] in outside)
 
     def is_of(self, settings: Settings) -> bool:
         """Whether a unit with `settings` behaves like the visited unit: the two differ only in attributes that the
@@ -274,7 +274,7 @@ class Kinds:
         tensors = [(k, t) for k, t in enumerate(inputs) if isinstance(t, Tensor)]
         nodes = {t.grad_fn: frozenset({k}) for k, t in tensors if t.grad_fn is not None}
         positions = {storage_of(t): k for k, t in tensors}
-        read: set[Place] = set()
+        read: set[Location] = set()
 
         def note(module: nn.Module, name: str) -> None:
             read.add((settings.modules[id(module)][1], name))
