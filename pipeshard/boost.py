@@ -41,7 +41,7 @@ from pipeshard.planner.memory import Training
 from pipeshard.planner.planner import automatic, study
 from pipeshard.planner.profile import measured_costs
 from pipeshard.slices.refusals import refuse_unsliceable
-from pipeshard.split.adapters import refuse_changed_blank, refuse_unloaded_blank
+from pipeshard.split.blank import refuse_changed_blank, refuse_unloaded_blank
 from pipeshard.split.partition import Cost
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import share_weights, tie_on_meta

@@ -11,7 +11,7 @@ from pipeshard.checkpoint.safetensors_files import stored_dtype
 from pipeshard.checkpoint.untrusted import folder_config, generation_config_of, limited_modules
 from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.hf import kept_in_fp32
-from pipeshard.split.initialize import note_blank
+from pipeshard.split.blank import note_blank
 from pipeshard.split.quantized import quantization_of, quantize_blank
 
 RESIZED_HEAD = (

@@ -24,7 +24,8 @@ from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, explained, listed, summary
 from pipeshard.hf import ADAPTER_CONFIG, OLD_BUFFERS, has_adapters, without_adapters
 from pipeshard.private import EXTRA_STATE
-from pipeshard.split.adapters import base_names, begin_with_weights, trained_copies
+from pipeshard.split.adapters import begin_with_weights, trained_copies
+from pipeshard.split.base_names import base_names
 from pipeshard.split.materialize import trim
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names

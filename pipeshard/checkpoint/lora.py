@@ -24,7 +24,8 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
 from pipeshard.hf import ADAPTER_CONFIG, is_of_peft, without_adapters
-from pipeshard.split.adapters import adding_saved, is_blank, put_adapters, refuse_changed_base
+from pipeshard.split.adapters import adding_saved, put_adapters, refuse_changed_base
+from pipeshard.split.blank import is_blank
 from pipeshard.split.ties import first_names
 
 logger = logging.getLogger("pipeshard")

@@ -12,7 +12,7 @@ from pipeshard.distributed.collectives import whole
 from pipeshard.engine.fsdp import unsharded_classes
 from pipeshard.errors import CheckpointError, explained, summary
 from pipeshard.hf import is_of_peft
-from pipeshard.split.adapters import base_names
+from pipeshard.split.base_names import base_names
 from pipeshard.split.ties import first_names, names_of
 
 WHOLE = "on the model that pipeshard.to_sequential(model, rank=0), called on every rank, returns on rank 0"

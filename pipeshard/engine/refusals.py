@@ -21,7 +21,8 @@ from pipeshard.graph.units import containers
 from pipeshard.hf import IMPLEMENTATIONS, adds_noise, has_adapters, recomputes, rope_limit
 from pipeshard.private import ActivationWrapper
 from pipeshard.slices.cut import positions_of
-from pipeshard.split.adapters import BEGINNING, base_names
+from pipeshard.split.adapters import BEGINNING
+from pipeshard.split.base_names import base_names
 from pipeshard.split.packed import is_quantized
 
 logger = logging.getLogger("pipeshard")

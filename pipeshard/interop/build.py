@@ -26,7 +26,7 @@ from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.graph.writes import is_written, note
 from pipeshard.private import graph_task, tree_tensors
-from pipeshard.split.adapters import refuse_blank
+from pipeshard.split.blank import refuse_blank
 from pipeshard.split.boundary import Boundary, boundaries
 from pipeshard.split.materialize import shard
 from pipeshard.split.partition import named_modules_of

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError, listed
-from pipeshard.hf import is_of_peft, without_adapters
+from pipeshard.errors import ConfigurationError
+from pipeshard.hf import is_of_peft
 from pipeshard.private import without_weakrefs
-from pipeshard.split.initialize import NOTED, Noted, give
+from pipeshard.split.base_names import COPIES, base_names
+from pipeshard.split.blank import give, refuse_changed_blank
 from pipeshard.split.packed import is_quantized, packed_layers
 
 KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
@@ -29,67 +30,8 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
 READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these kinds from the weights, and does not save them
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
-COPIES = "ModulesToSaveWrapper"  # peft's class for a module that adapters train in full, with its copies
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
-AFTER_BOOST = (
-    ", or modify the parameters after boost: in model.unwrap().parameters(), those for which "
-    "pipeshard.split.materialize.is_released(parameter) is False"
-)
 WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"
-
-
-def is_blank(model: nn.Module) -> bool:
-    """Whether the model has parameters on meta."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def refuse_changed_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError for parameters on meta that were modified, or moved to another name or model, since
-    `note_blank`."""
-    noted = _noted(model)
-    folder = getattr(model, "_pretrained", None)
-    names = base_names(model) if noted and folder else {}
-    written = [full for full, (parameter, at) in noted.items() if parameter._version > at.version]
-    moved = [n for n, (_, at) in noted.items() if n in names and (names[n], folder) != (at.name, at.folder)]
-    for changed, how, instead in ((written, "modified", AFTER_BOOST), (moved, "moved to another name or model", "")):
-        if changed:
-            these = "this parameter was" if len(changed) == 1 else "these parameters were"
-            raise ConfigurationError(
-                f"{these} {how} before boost: {listed(changed, 3)}. PipelinePlugin.from_pretrained creates parameters "
-                "without values, and boost loads the checkpoint's values by name. Load the "
-                f"{type(without_adapters(model)[1]).__name__} with its own class's from_pretrained, which reads all "
-                f"weights in every process{instead}"
-            )
-
-
-def refuse_unloaded_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError if PipelinePlugin.from_pretrained created some parameters of `model`, but not `model`
-    itself: boost loads the checkpoint only into the model that from_pretrained returned."""
-    if (noted := _noted(model)) and not getattr(model, "_pretrained", None):
-        raise ConfigurationError(
-            f"PipelinePlugin.from_pretrained created parameters without values: {listed([*noted], 3)}. Boost loads "
-            "the checkpoint only into the model that from_pretrained returned, not into a model that contains it "
-            f"({type(model).__name__}). Load the contained model with its own class's from_pretrained, which reads "
-            "all weights in every process, or pass init_weights=False to the plugin and load all weights with "
-            "booster.load_model"
-        )
-
-
-def refuse_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError if PipelinePlugin.from_pretrained created some parameters of `model`. Called for
-    targets without boost, since only boost loads the checkpoint."""
-    if noted := _noted(model):
-        raise ConfigurationError(
-            f"PipelinePlugin.from_pretrained created parameters without values: {listed([*noted], 3)}. This "
-            "target would initialize them randomly, because only boost loads the checkpoint. Load the model with its "
-            "own class's from_pretrained, which reads all weights in every process, or use target='colossalai', which "
-            "calls boost"
-        )
-
-
-def _noted(model: nn.Module) -> dict[str, tuple[nn.Parameter, Noted]]:
-    """The meta parameters that PipelinePlugin.from_pretrained created, by their full names, each with its Noted."""
-    return {full: (p, vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
@@ -342,31 +284,3 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
         for name, parameter in before.items():
             parameter.data = values[name]
     return {name: value for name, value in made.items() if name in begun or value.data_ptr() != cast[name].data_ptr()}
-
-
-def base_names(model: nn.Module, active: bool = False) -> dict[str, str]:
-    """Map the full name of each tensor to its name in the base architecture. Trained copies (`modules_to_save`) have
-    the name of the original. Adapters are omitted. With `active`, modules that a forward does not use are also omitted:
-    the copies of inactive adapters, and originals that the copies of active adapters replace. In a model without
-    adapters, the two names of a tensor are equal."""
-    prefix, base = without_adapters(model)
-    return dict(_named(base, prefix, "", active))
-
-
-def _named(module: nn.Module, full: str, plain: str, active: bool) -> Iterator[tuple[str, str]]:
-    if is_of_peft(module, "BaseTunerLayer"):
-        yield from _named(module.get_submodule("base_layer"), f"{full}base_layer.", plain, active)
-        return
-    if is_of_peft(module, "AuxiliaryTrainingWrapper"):
-        copies = module.modules_to_save if is_of_peft(module, COPIES) else {}
-        used = [adapter for adapter in copies if adapter in module.active_adapters] if active else [*copies]
-        if not (active and used):
-            original = next(name for name, child in module.named_modules() if child is module.original_module)
-            yield from _named(module.original_module, f"{full}{original}.", plain, active)
-        for adapter in used:
-            yield from _named(copies[adapter], f"{full}modules_to_save.{adapter}.", plain, active)
-        return
-    for name in (*module._parameters, *module._buffers):
-        yield full + name, plain + name
-    for name, child in module.named_children():
-        yield from _named(child, f"{full}{name}.", f"{plain}{name}.", active)

@@ -13,15 +13,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeshard.errors import ConfigurationError, explained, listed, summary
 from pipeshard.graph.rng import seeded
 from pipeshard.graph.taint import mutated, storage_of
-from pipeshard.private import DispatchMode, without_weakrefs
+from pipeshard.private import DispatchMode
 from pipeshard.split.packed import packed_layers
 
 logger = logging.getLogger("pipeshard")
@@ -29,7 +29,6 @@ logger = logging.getLogger("pipeshard")
 # The rule that initializes meta tensors. True: the architecture's own rule. False: no rule. A function: fn(module) or
 # fn(module, name), called for each module with tensors of its own to initialize.
 InitWeights = bool | Callable[..., Any]
-NOTED = "pipeshard_noted"  # the attribute of a meta parameter that contains its Noted
 
 
 def initialize(
@@ -229,36 +228,6 @@ class _SeededWrites(DispatchMode):
                 kwargs["generator"] = torch.Generator(target.device).manual_seed(seed)
                 self.draws[name] += 1
         return func(*args, **kwargs)
-
-
-class Noted(NamedTuple):
-    """The name and the version of a parameter when PipelinePlugin.from_pretrained created its model, and the folder of
-    the model."""
-
-    name: str
-    version: int
-    folder: str
-
-
-def note_blank(model: Any) -> None:
-    """Move parameters that a constructor has created on the CPU to meta (`torch.Tensor(3)` ignores the default
-    device), and record a `Noted` for each parameter, for `adapters.refuse_changed_blank`."""
-    with without_weakrefs(model):
-        for name, parameter in model.named_parameters():
-            if not parameter.is_meta:
-                give(parameter, torch.empty_like(parameter, device="meta"))
-            vars(parameter)[NOTED] = Noted(name, parameter._version, model._pretrained)
-
-
-def give(parameter: nn.Parameter, values: Tensor) -> None:
-    """Replace a parameter's data; `values` may be on another device. The parameter's identity and class are kept."""
-    kept = {key: value for key, value in parameter.__dict__.items() if key != "_is_hf_initialized"}
-    kind = type(parameter)
-    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
-    parameter.__class__ = kind
-    parameter.__dict__.update(kept)
-    if NOTED in kept:
-        vars(parameter)[NOTED] = kept[NOTED]._replace(version=parameter._version)
 
 
 def number(seed: int, text: str) -> int:

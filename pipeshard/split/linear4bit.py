@@ -10,8 +10,7 @@ import torch
 from bitsandbytes import functional
 from torch import Tensor
 
-from pipeshard.split.packed import Rows
-from pipeshard.split.packed_linear import PackedLinear
+from pipeshard.split.packed import Packed, Rows
 
 with torch.device("cpu"):  # bitsandbytes caches the first map that it creates, which could be on meta
     functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
@@ -26,7 +25,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
         return made
 
 
-class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
+class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     """A 4-bit linear layer.
 
     Attributes:

@@ -8,11 +8,10 @@ import torch
 from bitsandbytes import functional
 from torch import Tensor
 
-from pipeshard.split.packed import Rows
-from pipeshard.split.packed_linear import PackedLinear, quantize_rows
+from pipeshard.split.packed import Packed, Rows, quantize_rows
 
 
-class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
+class Linear8bit(Packed, bitsandbytes.nn.Linear8bitLt):
     """bitsandbytes' 8-bit linear layer, with one scale per output. While the weight has no values, the scales are None,
     and a forward uses scales of 1."""
 

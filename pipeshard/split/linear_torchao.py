@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import Int8Tensor, PerRow
 
-from pipeshard.split.packed import Rows
-from pipeshard.split.packed_linear import PackedLinear, quantize_rows
+from pipeshard.split.packed import Packed, Rows, quantize_rows
 
 
-class LinearTorchao(PackedLinear, nn.Linear):
+class LinearTorchao(Packed, nn.Linear):
     """A linear layer with an int8 weight.
 
     The layer computes the same as one whose weight is torchao's Int8Tensor, but does not save the weight in the input's

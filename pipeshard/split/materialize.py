@@ -20,7 +20,8 @@ from pipeshard.graph.units import CutPoint, intercept
 from pipeshard.private import compiled, without_weakrefs
 from pipeshard.replaced import replaced
 from pipeshard.split.adapters import begin
-from pipeshard.split.initialize import InitWeights, give, initialize, written_again
+from pipeshard.split.blank import give
+from pipeshard.split.initialize import InitWeights, initialize, written_again
 from pipeshard.split.policy import Policy
 from pipeshard.split.skeleton import blank_buffers, build, skeletons
 from pipeshard.split.ties import names_of, put_parameter

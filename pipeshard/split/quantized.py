@@ -8,8 +8,7 @@ from torch import nn
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
 from pipeshard.errors import CheckpointError, ConfigurationError
-from pipeshard.split.packed import UNWRITTEN
-from pipeshard.split.packed_linear import PackedLinear
+from pipeshard.split.packed import UNWRITTEN, Packed
 from pipeshard.split.ties import first_names
 
 ADVICE = (
@@ -51,7 +50,7 @@ def quantize_blank(model: Any, config: Any) -> None:
     model.hf_quantizer = quantizer  # Trainer reads from the quantizer whether the model can be trained
 
 
-def kinds_of(method: str) -> tuple[type[PackedLinear], ...]:
+def kinds_of(method: str) -> tuple[type[Packed], ...]:
     """The layer classes of a method. Raises ConfigurationError if the method's library cannot be imported."""
     try:
         if method == "torchao":
@@ -121,7 +120,7 @@ def refuse_to_save() -> bool:
 def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
     """Raise ConfigurationError for a layer that transformers would quantize, but that was not replaced with a quantized
     one."""
-    if not isinstance(module, PackedLinear):
+    if not isinstance(module, Packed):
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(
             f"quantization_config quantizes {path} ({type(module).__name__}), but only layers whose class is "

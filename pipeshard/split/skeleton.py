@@ -18,7 +18,8 @@ from pipeshard.graph.functions import Memo, inside, reached
 from pipeshard.graph.places import COLLECTIONS, content_of, entries_of, is_same
 from pipeshard.graph.rng import Randomness, seeded
 from pipeshard.private import WEAKREFS, restore_meta_kernels, without_weakrefs
-from pipeshard.split.initialize import give, number
+from pipeshard.split.blank import give
+from pipeshard.split.initialize import number
 from pipeshard.split.ties import kept_tied
 
 BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton

@@ -15,7 +15,7 @@ from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.replaced import replaced
-from pipeshard.split.adapters import is_blank
+from pipeshard.split.blank import is_blank
 
 _DIVIDED = "shard across replicas with PipelinePlugin(zero_stage=1) or PipelinePlugin(fsdp=True) instead"
 _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which only cast the computation"

@@ -39,7 +39,8 @@ from pipeshard.graph.shapes import is_trainable
 from pipeshard.hf import is_of_peft
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.replaced import replaced
-from pipeshard.split.adapters import adding, is_blank, put_adapters
+from pipeshard.split.adapters import adding, put_adapters
+from pipeshard.split.blank import is_blank
 from pipeshard.trainer.checkpoint import (
     Stamps,
     checkpoint_of,

@@ -23,7 +23,7 @@ from pipeshard.engine.loss_trial import SHORT
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.graph.functions import Memo
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
-from pipeshard.split.adapters import base_names
+from pipeshard.split.base_names import base_names
 from pipeshard.split.packed import quantize_as
 from pipeshard.split.ties import first_names, names_of
 from pipeshard.verify.reference import Copies, copy_hooks, functions

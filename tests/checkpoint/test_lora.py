@@ -38,8 +38,9 @@ from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.distributed.collectives import whole
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
-from pipeshard.split.adapters import adding, base_names, begin
-from pipeshard.split.initialize import give
+from pipeshard.split.adapters import adding, begin
+from pipeshard.split.base_names import base_names
+from pipeshard.split.blank import give
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of
 from pipeshard.trainer.checkpoint import load_checkpoint_weights, save_weights

@@ -35,7 +35,8 @@ from pipeshard.checkpoint import save as saving
 from pipeshard.checkpoint.files import Save
 from pipeshard.checkpoint.load import Conversion, load_weights, revert
 from pipeshard.errors import CheckpointError, ConfigurationError
-from pipeshard.split.adapters import refuse_changed_blank, stand_ins
+from pipeshard.split.adapters import stand_ins
+from pipeshard.split.blank import refuse_changed_blank
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.covering import ALL

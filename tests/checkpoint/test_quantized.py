@@ -28,7 +28,7 @@ from pipeshard import PipelinePlugin, load_training_state, save_training_state, 
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
-from pipeshard.split.initialize import give
+from pipeshard.split.blank import give
 from pipeshard.split.materialize import is_released, trim
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.quantized import EXTRAS, quantization_of, refuse_other_ways

@@ -16,7 +16,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.engine.refusals import plain
 from pipeshard.errors import ConfigurationError
-from pipeshard.split import packed_linear
+from pipeshard.split import packed
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
 from pipeshard.verify.proof import EXACT
@@ -151,7 +151,7 @@ def layer_of(linear: nn.Module, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_layer_is_that_of_torchao(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, although rows are quantized in chunks; a row of zeros has a scale, too."""
-    monkeypatch.setattr(packed_linear, "CHUNK", 100)
+    monkeypatch.setattr(packed, "CHUNK", 100)
     linear = nn.Linear(24, 40, bias=bias, dtype=dtype)
     linear.weight.data[3] = 0
     made = layer_of(linear, dtype)
