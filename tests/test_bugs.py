@@ -32,7 +32,7 @@ from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Value
 from pipeshard.graph.places import PathStep
 from pipeshard.graph.snapshot import Snapshot
-from pipeshard.graph.taint import storage_of
+from pipeshard.graph.storage import storage_of
 from pipeshard.graph.unit_outputs import changed
 from pipeshard.split import materialize
 from pipeshard.split.differences import added

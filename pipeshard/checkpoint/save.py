@@ -28,7 +28,7 @@ from pipeshard.checkpoint.safetensors_files import INDICES, OWN, PICKLED, WEIGHT
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, summary
-from pipeshard.graph.taint import storage_of
+from pipeshard.graph.storage import storage_of
 from pipeshard.hf import ADAPTER_CONFIG, enable_caches, is_of_custom_code, without_adapters
 from pipeshard.options import is_number
 from pipeshard.split.packed import packed_layers

@@ -25,7 +25,8 @@ from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.updates import Updates, is_sampled
 from pipeshard.ghost import Ghost
-from pipeshard.graph.taint import COLLECTIVES, SCALAR, draws, mutated, storage_of, tensors_in
+from pipeshard.graph.operators import COLLECTIVES, SCALAR, draws, mutated, tensors_in
+from pipeshard.graph.storage import storage_of
 from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below, modes_entered
 
 OVERWRITING = {torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_}

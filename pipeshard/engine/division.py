@@ -14,7 +14,7 @@ from pipeshard.distributed.agreement import compare_ranks
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.taint import Lone
+from pipeshard.graph.lone import Lone
 from pipeshard.graph.trace import trace
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy, find_policy

@@ -27,8 +27,8 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.groups import keep, options_per_parameter
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
+from pipeshard.graph.lone import Lone
 from pipeshard.graph.rng import seeded
-from pipeshard.graph.taint import Lone
 
 logger = logging.getLogger("pipeshard")
 FEW = 2  # the number of parameters of each group in the first trial

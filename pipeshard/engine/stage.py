@@ -29,8 +29,9 @@ from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, Usa
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.nodes import nodes_from
+from pipeshard.graph.operators import casting
 from pipeshard.graph.preserve import preserving
-from pipeshard.graph.taint import Value, casting
+from pipeshard.graph.taint import Value
 from pipeshard.graph.writes import stored
 from pipeshard.private import foreach_norm, tree_tensors
 from pipeshard.schedule.program import Action, Kind
@@ -313,10 +314,8 @@ class Stage:
         missing = []
         for value, tensor in zip(route.enters.gradients, entered, strict=True):
             crossing = route.flow, value
-            if tensor.grad is not None:
-                self.reached[crossing] = True
-            else:
-                self.reached.setdefault(crossing, False)
+            self.reached[crossing] = self.reached.get(crossing, False) or tensor.grad is not None
+            if tensor.grad is None:
                 missing.append((crossing, tensor))
         nodes = set(nodes_from(edge.node for edge in roots)) if missing else set()
         self.dropped.update(crossing for crossing, tensor in missing if get_gradient_edge(tensor).node in nodes)

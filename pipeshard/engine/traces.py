@@ -30,11 +30,11 @@ from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint,
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.kinds import modes
+from pipeshard.graph.lone import Lone
 from pipeshard.graph.places import format_path
 from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import MOST_STATES, Flags, Looks
-from pipeshard.graph.taint import Lone
 from pipeshard.graph.trace import trace
 from pipeshard.slices.cut import sequence_of
 from pipeshard.split.policy import Policy

@@ -33,7 +33,8 @@ from pipeshard.graph.places import (
 )
 from pipeshard.graph.preserve import Before, put_hooks
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
-from pipeshard.graph.taint import Decision, storage_of
+from pipeshard.graph.storage import storage_of
+from pipeshard.graph.taint import Decision
 from pipeshard.graph.tracer import Tracer
 from pipeshard.replaced import replaced
 

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.nodes import reached
+from pipeshard.graph.operators import CASTING, casting
 from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of, format_path
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
-from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, Value, casting, storage_of
+from pipeshard.graph.storage import storage_of
+from pipeshard.graph.taint import Hidden, Tag, Taint, Value
 from pipeshard.graph.unit_outputs import (
     ARGUMENTS,
     LISTS,

@@ -17,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
+from pipeshard.graph.operators import SHAPED
 from pipeshard.graph.shapes import TensorSpec, placeholder
-from pipeshard.graph.taint import SHAPED, Hidden, Taint, Value, storage_of
+from pipeshard.graph.storage import storage_of
+from pipeshard.graph.taint import Hidden, Taint, Value
 from pipeshard.private import (
     DisableTorchFunction,
     DispatchMode,

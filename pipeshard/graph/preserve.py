@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from pipeshard.graph.operators import mutated
 from pipeshard.graph.places import HOOKS, Path, PathStep
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Change, Snapshot
-from pipeshard.graph.taint import mutated, storage_of
+from pipeshard.graph.storage import storage_of
 from pipeshard.hf import disable_caches, enable_caches
 from pipeshard.private import DispatchMode
 

@@ -6,28 +6,24 @@ dispatch mode propagates tags from the inputs of each operator to the outputs. E
 the tags of its base.
 """
 
-import inspect
-import os
-import sysconfig
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
+from pipeshard.graph.call_stack import running_modules, where
 from pipeshard.graph.indices import check_indices
 from pipeshard.graph.nodes import reached
+from pipeshard.graph.operators import SCALAR, SHAPED, aten, deciding_inputs, draws, flops, mutated, tensors_in
 from pipeshard.graph.question import Recipes
 from pipeshard.graph.shapes import ANCHOR
-from pipeshard.private import DispatchMode, OpOverload, functorch_unwrapped, tree_map_only
+from pipeshard.graph.storage import address_of, storage_of
+from pipeshard.private import DispatchMode, tree_map_only
 
 
 class Value(NamedTuple):
@@ -74,19 +70,7 @@ class Hooked:
 
 Tag = Value | Used | Input | Hidden | Hooked | Kept
 NOTHING: frozenset[Tag] = frozenset()
-aten = torch.ops.aten
-# Operators that return values to Python, or results whose shapes depend on values: a call is a decision of glue.
-SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
-DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
-DECIDING |= {aten.bincount}
-SIZED_BY_SECOND = {aten.masked_select, aten._pack_padded_sequence}  # only the values of the second input decide
-# Operators that use only the shape of their input, not its values.
-SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
-SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
-COLLECTIVES = {"c10d", "_c10d_functional"}  # namespaces of operators that several ranks run together
 FOR_ALL = -1
-STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]  # may contain site-packages
-CASTING = "cuda", "cpu"  # device types for which torch.autocast may be enabled
 
 
 class Hook(NamedTuple):
@@ -161,7 +145,7 @@ class Taint(DispatchMode):
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
         """Replace the tags of a tensor's storage. `home` is the Value that the storage contains, if any. The Value
         receives the gradient of the tensor."""
-        self._alive.append(_address(tensor))
+        self._alive.append(address_of(tensor))
         self.tags[storage_of(tensor)] = tags
         if home is not None:
             self.homes[storage_of(tensor)] = home
@@ -188,7 +172,7 @@ class Taint(DispatchMode):
     def note_made(self, tensors: Iterable[Tensor]) -> None:
         """Record tensors that the trace itself has created."""
         for tensor in tensors:
-            self._alive.append(_address(tensor))
+            self._alive.append(address_of(tensor))
             self.made.add(storage_of(tensor))
 
     def is_made(self, tensor: Tensor) -> bool:
@@ -208,11 +192,11 @@ class Taint(DispatchMode):
         """Run an operator of glue, and return the result and its tags."""
         if any(tensor.is_nested for tensor in inputs):
             raise TraceError(
-                f"{_where()} uses a nested tensor between layers, but other stages do not have the row lengths of this "
+                f"{where()} uses a nested tensor between layers, but other stages do not have the row lengths of this "
                 "tensor. Pass padded tensors between layers, and create nested tensors inside the forward of each layer"
             )
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
-        if tags and (deciding := self.of(_deciding(func, args))):
+        if tags and (deciding := self.of(deciding_inputs(func, args))):
             is_shape = packet not in SCALAR
             is_noted = self.in_criterion if is_shape else is_of_batch
             self.decide(deciding, shaping=is_shape and not is_noted, is_asked=is_noted)
@@ -233,7 +217,7 @@ class Taint(DispatchMode):
             elif not tags and not is_drawn:
                 self.recipes.note_made(inputs, result)
         if any(isinstance(tag, Used) for tag in tags):
-            self.of_glue += _flops(func, args, kwargs, result)
+            self.of_glue += flops(func, args, kwargs, result)
         return result, tags
 
     def _run_in_unit(
@@ -244,7 +228,7 @@ class Taint(DispatchMode):
             raise RuntimeError("on meta, a generator produces no random numbers")  # its state must change
         result, hidden = func(*args, **kwargs), frozenset({Hidden(self.inside)})
         self.met |= tags - hidden
-        self.flops += _flops(func, args, kwargs, result)
+        self.flops += flops(func, args, kwargs, result)
         self.elements += sum(output.numel() for output in tensors_in((result,)))
         return result, hidden
 
@@ -279,7 +263,7 @@ class Taint(DispatchMode):
         self.shaping |= inputs if shaping else set()
         self.recalled |= {tag.name for tag in tags if isinstance(tag, Kept)}
         if any(not isinstance(tag, Input | Kept) for tag in tags):
-            decision, calls = Decision(_where(), _only_parameters(tags)), FOR_ALL if is_for_all else self.calls
+            decision, calls = Decision(where(), _only_parameters(tags)), FOR_ALL if is_for_all else self.calls
             self.decisions[decision] = min(self.decisions.get(decision, calls), calls)
             self.deciders |= set(running_modules(self.modules)[-1:])
             self.decided[calls] = self.decided.get(calls, NOTHING) | tags
@@ -291,7 +275,7 @@ class Taint(DispatchMode):
         """
         paths = frozenset[str]().union(*(self.shapes.get(storage_of(tensor), ()) for tensor in inputs))
         if func._overloadpacket not in SCALAR:
-            paths |= {tag.path for tag in self.of(_deciding(func, args)) if isinstance(tag, Input)}
+            paths |= {tag.path for tag in self.of(deciding_inputs(func, args)) if isinstance(tag, Input)}
         if not paths:
             return
         for output in tensors_in((result,)):
@@ -349,7 +333,7 @@ class Taint(DispatchMode):
         """Record that glue observes the gradient of a tensor, if the tensor is computed from unit results."""
         if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
             self._add(tensor, frozenset({Hooked(len(self.hooks))}))
-            self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), _where()))
+            self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), where()))
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """Record that a value with these tags is written to a tensor in place."""
@@ -371,113 +355,14 @@ class Taint(DispatchMode):
         """Record that two tensors share memory in a real run, but not in the trace. A write to either tensor then adds
         the tags `unseen` to the other."""
         for a, b in ((one, other), (other, one)):
-            self._alive.append(_address(a))
+            self._alive.append(address_of(a))
             self.aliases.setdefault(storage_of(a), []).append((b, unseen))
 
     def _add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         key = storage_of(tensor)
         if key not in self.tags:
-            self._alive.append(_address(tensor))
+            self._alive.append(address_of(tensor))
         self.tags[key] = self.tags.get(key, NOTHING) | tags
-
-
-class Lone(DispatchMode):
-    """Dispatch mode for code that only some ranks run in a step: a layer on its stage, and the loss on the last stage.
-    An operator that waits for all ranks raises TraceError, since it would hang in a step.
-
-    Attributes:
-        waiting: the first such operator and its line, even if the code has caught the TraceError.
-    """
-
-    supports_higher_order_operators = True
-    waiting: str | None = None
-
-    @classmethod
-    def of(cls, pp_size: int) -> AbstractContextManager[Any]:
-        return cls() if pp_size > 1 else nullcontext()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(func, OpOverload) and func.namespace in COLLECTIVES and _is_of_world(func, args, kwargs):
-            self.waiting = self.waiting or f"({func.name()}), in {_where()}"
-            raise TraceError(
-                f"{_where()} waits for all ranks ({func.name()}), but in a pipeline some ranks may not run this line: "
-                "each layer runs on its own stage, and the loss on the last stage. Remove the collective: pipeshard "
-                "combines the losses of microbatches and replicas itself, and a criterion may return (sum, count) to "
-                "divide by a count over all of them. Or use one stage (pp_size=1)"
-            )
-        return func(*args, **kwargs)
-
-
-def _is_of_world(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a collective involves all ranks. False if there is only one rank."""
-    if dist.get_world_size() == 1:
-        return False
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
-    if "process_group" in given:
-        return dist.ProcessGroup.unbox(given["process_group"]).size() == dist.get_world_size()
-    world: Any = dist.group.WORLD
-    return "group_name" in given and given["group_name"] == world.group_name
-
-
-def casting() -> str | None:
-    """The device type for which torch.autocast is enabled, or None."""
-    return next((kind for kind in CASTING if torch.is_autocast_enabled(kind)), None)
-
-
-def storage_of(tensor: Tensor) -> int:
-    """A key that identifies a tensor's storage; a torch.func wrapper has the key of the wrapped tensor. A sparse tensor
-    has no storage, so its key identifies the tensor itself."""
-    if tensor.layout is not torch.strided:
-        return -id(tensor)
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:
-        return storage_of(functorch_unwrapped(tensor))
-
-
-def _address(tensor: Tensor) -> Any:
-    """An object that prevents reuse of the address of a tensor's storage, but does not keep the storage's memory
-    allocated. For a sparse tensor, this object is the tensor itself."""
-    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-
-
-def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)])
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    rule = flop_registry.get(func._overloadpacket)
-    return rule(*args, **kwargs, out_val=result) if rule is not None else 0
-
-
-def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator uses random numbers. Attention without dropout does not, despite its tag."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return True
-
-
-def _deciding(func: Any, args: Any) -> list[Tensor]:
-    """The input tensors whose values an operator returns to Python, or uses to determine the shape of its result."""
-    if func is aten.index.Tensor:  # a boolean index
-        return [t for t in tensors_in([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
-    if func._overloadpacket in SIZED_BY_SECOND or func is aten.repeat_interleave.self_Tensor:
-        return [args[1]]
-    return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
 
 
 def _only_parameters(tags: frozenset[Tag]) -> tuple[str, ...]:
@@ -485,33 +370,3 @@ def _only_parameters(tags: frozenset[Tag]) -> tuple[str, ...]:
     if any(isinstance(tag, Value | Hidden | Hooked) for tag in tags):
         return ()
     return tuple(sorted(tag.name for tag in tags if isinstance(tag, Used)))
-
-
-def running_modules(modules: Mapping[int, str]) -> list[str]:
-    """The names of the given modules that have a method on the call stack, innermost first."""
-    found: dict[str, None] = {}
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_back is not None:
-        frame = frame.f_back
-        name = modules.get(id(frame.f_locals.get("self")))
-        if name is not None:
-            found[name] = None
-    return list(found)
-
-
-def _where() -> str:
-    """The innermost line of the model's code on the call stack, with its file and number."""
-    for frame in reversed(traceback.extract_stack()):
-        if _is_model_code(frame.filename):
-            name = frame.filename.rpartition("site-packages" + os.sep)[2]
-            return f"{name}:{frame.lineno}: {frame.line}"
-    return "an unknown line"
-
-
-def _is_model_code(file: str) -> bool:
-    """Whether a file belongs neither to pipeshard, nor to torch, nor to Python's standard library."""
-    package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
-    if file.startswith((package + os.sep, library + os.sep, "<")):
-        return False
-    installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
-    return installed or not file.startswith(STANDARD_LIBRARY + os.sep)

@@ -25,13 +25,14 @@ from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.forward_error import forward_error
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
+from pipeshard.graph.operators import casting, tensors_in
 from pipeshard.graph.preserve import as_trained
 from pipeshard.graph.question import Recipes
 from pipeshard.graph.readers import Readers
 from pipeshard.graph.rng import CheckpointSpans, Randomness, no_draw, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.snapshot import Snapshot
-from pipeshard.graph.taint import Decision, Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
+from pipeshard.graph.taint import Decision, Hidden, Input, Kept, Tag, Taint, Used, Value
 from pipeshard.graph.unit_outputs import answer, opened, refuse_packed
 from pipeshard.graph.units import CutPoint, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten, tree_tensors

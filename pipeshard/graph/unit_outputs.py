@@ -31,7 +31,7 @@ from pipeshard.graph.places import (
     resolve,
 )
 from pipeshard.graph.snapshot import Change, Snapshot
-from pipeshard.graph.taint import storage_of
+from pipeshard.graph.storage import storage_of
 from pipeshard.private import (
     SUPPORTED_NODES,
     TreeSpec,

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from pipeshard.errors import ConfigurationError, explained, listed, summary
+from pipeshard.graph.operators import mutated
 from pipeshard.graph.rng import seeded
-from pipeshard.graph.taint import mutated, storage_of
+from pipeshard.graph.storage import storage_of
 from pipeshard.private import DispatchMode
 from pipeshard.split.packed import packed_layers
 

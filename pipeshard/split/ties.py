@@ -19,7 +19,7 @@ from torch import nn
 
 from pipeshard.errors import ConfigurationError, unknown
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.taint import storage_of
+from pipeshard.graph.storage import storage_of
 from pipeshard.split.partition import Partition
 
 logger = logging.getLogger("pipeshard")

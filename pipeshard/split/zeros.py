@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.taint import SHAPED, mutated, storage_of, tensors_in
+from pipeshard.graph.operators import SHAPED, mutated, tensors_in
+from pipeshard.graph.storage import storage_of
 from pipeshard.private import DispatchMode, tree_tensors
 
 

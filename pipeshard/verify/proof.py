@@ -20,7 +20,7 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import BatchError, PartitionError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.indices import checking_indices
-from pipeshard.graph.taint import Lone
+from pipeshard.graph.lone import Lone
 from pipeshard.hf import use_eager_kernels
 from pipeshard.split.policy import Policy
 from pipeshard.verify.compare import Comparison, differing

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeshard.graph.preserve import Writes
 from pipeshard.graph.snapshot import Snapshot
-from pipeshard.graph.taint import storage_of
+from pipeshard.graph.storage import storage_of
 from pipeshard.verify.reference import Copies
 
 

@@ -17,8 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from pipeshard.graph import taint
+from pipeshard.graph.call_stack import _is_model_code
 from pipeshard.graph.indices import Checking, check_indices
-from pipeshard.graph.taint import Hidden, Hooked, Input, Kept, Taint, Used, Value, _is_model_code, storage_of
+from pipeshard.graph.storage import storage_of
+from pipeshard.graph.taint import Hidden, Hooked, Input, Kept, Taint, Used, Value
 from pipeshard.graph.tracer import Reading
 
 A, B = Value(0, 0), Value(1, 0)

@@ -1,0 +1,63 @@
+"""Operators: which tensors torch's operators read, write and return to Python, and whether they draw or cast."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+# Operators that return values to Python, or results whose shapes depend on values: a call is a decision of glue.
+SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
+DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
+DECIDING |= {aten.bincount}
+SIZED_BY_SECOND = {aten.masked_select, aten._pack_padded_sequence}  # only the values of the second input decide
+# Operators that use only the shape of their input, not its values.
+SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
+SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
+COLLECTIVES = {"c10d", "_c10d_functional"}  # namespaces of operators that several ranks run together
+CASTING = "cuda", "cpu"  # device types for which torch.autocast may be enabled
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)])
+
+
+def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    rule = flop_registry.get(func._overloadpacket)
+    return rule(*args, **kwargs, out_val=result) if rule is not None else 0
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator uses random numbers. Attention without dropout does not, despite its tag."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
+
+
+def deciding_inputs(func: Any, args: Any) -> list[Tensor]:
+    """The input tensors whose values an operator returns to Python, or uses to determine the shape of its result."""
+    if func is aten.index.Tensor:  # a boolean index
+        return [t for t in tensors_in([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
+    if func._overloadpacket in SIZED_BY_SECOND or func is aten.repeat_interleave.self_Tensor:
+        return [args[1]]
+    return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
+
+
+def casting() -> str | None:
+    """The device type for which torch.autocast is enabled, or None."""
+    return next((kind for kind in CASTING if torch.is_autocast_enabled(kind)), None)
