@@ -4,22 +4,18 @@ A weight may have an fp32 master weight in addition to its 16-bit parameter, a c
 on the device, or a copy on each replica.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import compress
 from operator import attrgetter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.distributed.collectives import broadcast, gather, local
-from pipeshard.distributed.groups import ranks_of
+from pipeshard.distributed.collectives import gather, local
 from pipeshard.distributed.mesh import Grid
-from pipeshard.distributed.progress import own_progress
-from pipeshard.engine.grad_sync import bundled
 from pipeshard.engine.hosted import HostedWeight, HostParameter
 from pipeshard.engine.mixed_precision import MasterWeight, State
+from pipeshard.engine.zero import share_updates
 from pipeshard.errors import UsageError
 from pipeshard.graph.writes import Noted, count_reads, is_written, note, reads, sum_of_words
 
@@ -183,28 +179,3 @@ class WeightCopies:
     def hosted(self) -> list[HostedWeight]:
         """The weights whose values are on the host."""
         return [w for w in self._watched if isinstance(w, HostedWeight) and isinstance(w.master, HostParameter)]
-
-
-@torch.no_grad()
-def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
-    """Broadcast each weight from its owner to the other replicas in `group`. The next message is built while a message
-    is in flight."""
-    ranks, under_way = ranks_of(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
-    bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
-    for bundle in bundles:
-        owner, tensors = bundle[0].owner, [local(weight.parameter) for weight in bundle]
-        assert owner is not None
-        in_place = len(tensors) == 1 and tensors[0].is_contiguous()
-        flat = tensors[0] if in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        work = broadcast(flat, ranks[owner], group)
-        under_way.append((work, flat, [] if in_place or owner == group.rank() else tensors))
-        if len(under_way) > 1:
-            _receive(group, *under_way.popleft())
-    for message in under_way:
-        _receive(group, *message)
-
-
-def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, tensors: list[Tensor]) -> None:
-    own_progress().wait_in(group, work)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]) if tensors else ()):
-        tensor.copy_(part.view_as(tensor))

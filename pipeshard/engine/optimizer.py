@@ -2,7 +2,7 @@
 
 PipelineOptimizer wraps the user's optimizer object, since LR schedulers reference this object, and any subclass of
 torch.optim.Optimizer must work. PipelineOptimizer replaces the parameters in the groups with this rank's master
-weights. With ZeRO, one replica of each stage owns a weight (`assign_owners`): this replica keeps the optimizer state,
+weights. With ZeRO, one replica of each stage owns a weight (engine/zero.py): this replica keeps the optimizer state,
 and broadcasts the updated values to the other replicas. torch's ZeroRedundancyOptimizer would create new optimizers for
 a single process group.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import gather_objects, local, local_grad, together_in
+from pipeshard.distributed.collectives import gather_objects, local_grad, together_in
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients, order_of
 from pipeshard.engine.copies import WeightCopies
@@ -29,6 +29,7 @@ from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.states import States, converted, filled
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.engine.updates import options_of, warn_of_ranks
+from pipeshard.engine.zero import assign_owners
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.garbage import weak
 from pipeshard.private import global_step_pre_hooks
@@ -318,11 +319,6 @@ class PipelineOptimizer(Optimizer):
         return self.gradients.overflow
 
     @property
-    def _meets(self) -> bool:
-        """Whether the ranks communicate in a step."""
-        return self._shares or self.gradients.updates.is_compared
-
-    @property
     def _shares(self) -> bool:
         """Whether a step does more than the inner optimizer's step: it clips, unscales or shares updates."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
@@ -346,7 +342,8 @@ class PipelineOptimizer(Optimizer):
         """Clip and unscale the gradients, and update the parameters. With a loss scale, all ranks skip the step if a
         gradient is not finite. Returns the result of the wrapped optimizer's step, or None for a skipped step. Call it
         on every rank."""
-        together = together_in("optimizer.step") if self._meets else calling("optimizer.step")
+        meets = self._shares or self.gradients.updates.is_compared  # whether the ranks communicate
+        together = together_in("optimizer.step") if meets else calling("optimizer.step")
         with self.gradients.coupling.paused(), together:
             self.copies.follow(adopts=True)
             self._narrow()
@@ -501,17 +498,3 @@ class PipelineOptimizer(Optimizer):
                 f"with parameters that are not frozen. If it is from execute_pipeline: {BACKWARD}"
             )
         self._backward(loss)
-
-
-def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
-    """Assign each weight an owner, the replica that keeps its optimizer state. Weights are assigned from the largest to
-    the smallest, each to the replica that owns the fewest elements so far (ZeRO stage 1, Rajbhandari et al. 2020,
-    arXiv:1910.02054, by whole parameters). Frozen weights, which have no state, are assigned separately. A weight that
-    already has an owner keeps this owner, even if another optimizer trains the weight, since only the owner has the
-    fp32 master weight."""
-    loads = {is_trained: [0] * replicas for is_trained in (True, False)}
-    for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
-        load = loads[weight.parameter.requires_grad]
-        if weight.owner is None:
-            weight.owner = load.index(min(load))
-        load[weight.owner] += local(weight.parameter).numel()

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from pipeshard import PipelinePlugin, to_sequential
-from pipeshard.engine import copies, grad_sync, reader
+from pipeshard.engine import grad_sync, reader, zero
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError
 from pipeshard.split.policy import find_policy
@@ -233,7 +233,7 @@ def frozen_base(precision: str) -> tuple[list[int], list[int], bool]:
     torch.manual_seed(0)
     model = get_peft_model(zoo.build("llama"), LoraConfig(target_modules=["q_proj"], r=4))
     split = Split(model, 1, zoo.part(data, 0, [4, 4]), num_microbatches=2, zero_stage=1, precision=precision)
-    replica, whole = split.plugin.grid.replica, copies.broadcast
+    replica, whole = split.plugin.grid.replica, zero.broadcast
     weights, owned = split.optimizer.weights, [0, 0]
     frozen = [weight for weight in weights.values() if not weight.parameter.requires_grad and weight.owner == 0]
     for weight in weights.values():
@@ -248,7 +248,7 @@ def frozen_base(precision: str) -> tuple[list[int], list[int], bool]:
         if step == 2 and replica == 0:
             with torch.no_grad():
                 frozen[0].master.mul_(2)
-        with mock.patch.object(copies, "broadcast", broadcast):
+        with mock.patch.object(zero, "broadcast", broadcast):
             split.step()
     values = [torch.empty_like(frozen[0].parameter) for _ in range(2)]
     dist.all_gather(values, frozen[0].parameter.detach())
