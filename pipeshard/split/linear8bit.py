@@ -19,10 +19,6 @@ class Linear8bit(Packed, bitsandbytes.nn.Linear8bitLt):
     mark = "is_loaded_in_8bit"
     state: Any
 
-    @property
-    def scales(self) -> int:
-        return 4 * len(self.weight)
-
     def blank(self, *sizes: Any) -> Any:
         how = {"has_fp16_weights": False, "threshold": self.state.threshold}
         return bitsandbytes.nn.Linear8bitLt(*sizes, **how, device="meta")

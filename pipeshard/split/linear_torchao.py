@@ -23,10 +23,6 @@ class LinearTorchao(Packed, nn.Linear):
     scale: Tensor | None = None  # a class attribute: verification would copy an instance's None to a smaller layer
 
     @property
-    def scales(self) -> int:
-        return 4 * len(self.weight)
-
-    @property
     def adapter_dtype(self) -> torch.dtype:
         return self.values_dtype
 

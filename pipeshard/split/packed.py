@@ -63,9 +63,9 @@ class Packed(nn.Module, ABC):
     values_dtype: torch.dtype
 
     @property
-    @abstractmethod
     def scales(self) -> int:
-        """The size of the weight's scales in bytes, also on meta."""
+        """The size of the weight's scales in bytes, also on meta. By default, each row has an fp32 scale."""
+        return 4 * len(self.weight)
 
     @property
     def adapter_dtype(self) -> torch.dtype:
