@@ -248,13 +248,12 @@ CLASS = ""  # in the dict that is sent for a named tuple, the key of the class's
 def _without_classes(value: Any) -> Any:
     """Replace each ModelOutput and each named tuple in a model's output with an OrderedDict, since the class of an
     object is not sent."""
-    if isinstance(value, OrderedDict):
-        return OrderedDict((name, _without_classes(part)) for name, part in value.items())
     if isinstance(value, tuple) and is_namedtuple_instance(value):
         fields: Any = getattr(value, "_fields", ())
-        return OrderedDict([(CLASS, type(value).__name__), *zip(fields, map(_without_classes, value))])
+        value = OrderedDict([(CLASS, type(value).__name__), *zip(fields, value)])
     if isinstance(value, dict):
-        return {name: _without_classes(part) for name, part in value.items()}
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind((name, _without_classes(part)) for name, part in value.items())
     return type(value)(map(_without_classes, value)) if type(value) in (list, tuple) else value
 
 
