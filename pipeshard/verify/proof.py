@@ -125,10 +125,8 @@ def prove(
         try:
             with untouched(proving.given):
                 proving.run(large)
-        except Coupled as difference:
-            made = Proof(DIFFERENT, str(difference), coupled=True)
-        except Different as difference:
-            made = Proof(DIFFERENT, str(difference))
+        except (Coupled, Different) as difference:
+            made = Proof(DIFFERENT, str(difference), coupled=isinstance(difference, Coupled))
         except Dependent as error:
             made = Proof(UNPROVEN, str(error), dependent=True, cause=error.__cause__)
         except Unproven as error:
@@ -422,10 +420,9 @@ class _Proving:
             return WholeFound(missing=summary(error))
 
     def _compare_inputs(self, batch: Batch) -> None:
-        comparison = Comparison()
         parts = self.samples.m * self.samples.replicas
         for i, (part, copied) in enumerate(zip(batch.split(parts), copied_microbatches(batch, parts), strict=True)):
-            comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
+            Comparison().tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
         """Compare only the outputs, if the full proof takes too much time or memory."""
