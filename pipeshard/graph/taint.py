@@ -236,8 +236,8 @@ class Taint(DispatchMode):
         """Run an operator of glue. If an input is on meta, the result is zeros; if all inputs and the target device are
         meta, the result stays on meta."""
         on_meta, device = [t.is_meta for t in inputs], kwargs.get("device")
+        moved = device is not None and torch.device(device).type == "meta"  # to a parameter's device
         if not any(on_meta):
-            moved = device is not None and torch.device(device).type == "meta"  # to a parameter's device
             return func(*args, **kwargs | {"device": self.device} if moved else kwargs)
         meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         if device is not None:
@@ -245,7 +245,7 @@ class Taint(DispatchMode):
         result = func(*meta_args, **meta_kwargs)
         if func._schema.is_mutable:
             return args[0]
-        if all(on_meta) and (device is None or torch.device(device).type == "meta"):
+        if all(on_meta) and (device is None or moved):
             return result  # computed from parameters and buffers only
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
 
