@@ -324,15 +324,14 @@ class Stage:
         """Raise TraceError if an input has received no gradient in the step. The stage that computed the input would
         receive zeros. Some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
         gradient."""
-        for crossing in (crossing for crossing, is_reached in self.reached.items() if not is_reached):
-            flow, value = crossing
+        for flow, value in (crossing for crossing, is_reached in self.reached.items() if not is_reached):
             if value in self._before.get(flow, ()):
                 why = (
                     " in this step, but received one in an earlier step: a unit detaches or omits this result, "
                     "depending on a counter or on tensor values. Detach or omit the result in every forward or in none "
                     "(an attribute that you set between steps may decide), or multiply the result by zero"
                 )
-            elif crossing in self.dropped:
+            elif (flow, value) in self.dropped:
                 why = (
                     ", because a custom backward of the model (torch.autograd.Function) returns None for it. The stage "
                     "that computed the result cannot distinguish None from zeros. Return zeros in that backward, or "
