@@ -413,21 +413,23 @@ class PipelineOptimizer(Optimizer):
         """
         self.refuse_alone(type(self.optim).__name__)
         self._depth += 1
-        if self.is_stepping and self._depth == 1:
+        if not self.is_stepping:
+            return
+        if self._depth == 1:
             self.gradients.coupling.end()
             self.gradients.updates.hooks_end(self._graded)
-        if self.is_stepping:
-            self.copies.follow(adopts=True)  # a pre-hook may have written values
-            self._take_gradients()
+        self.copies.follow(adopts=True)  # a pre-hook may have written values
+        self._take_gradients()
 
     def _after_update(self, *_: Any) -> None:
         """Copy the updated values to the parameters, and watch the writes of the user's post-hooks. This is the first
         hook that runs after the inner optimizer's update."""
         self._depth -= 1
-        if self.is_stepping:
-            self.copies.take_values()
-            self._is_updated = True
-        if self.is_stepping and self._depth == 0:
+        if not self.is_stepping:
+            return
+        self.copies.take_values()
+        self._is_updated = True
+        if self._depth == 0:
             self.gradients.coupling.begin()
 
     @property
