@@ -122,23 +122,23 @@ class PipelineAccelerator(Accelerator):
 
     def gather_entries(self, values: list[Any]) -> list[Any]:
         """Gather the entries of every replica's list."""
+        return gather_lists(values, self.grid.replicas) if self._communicates() else values
+
+    def _communicates(self) -> bool:
+        """Count a call that gathers, and return whether it communicates."""
         self._count_gather()
         if self.is_muted or self.num_processes == 1:
-            return values
+            return False
         self._refuse_uneven()
-        return gather_lists(values, self.grid.replicas)
+        return True
 
     def _count_gather(self) -> None:
         self.gathers += self.num_processes > 1
 
     def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
-        self._count_gather()
-        if self.is_muted:
-            return recursively_apply(_ones, tensor, error_on_other_type=True)
-        if self.num_processes == 1:
-            return tensor
-        self._refuse_uneven()
-        return recursively_apply(combine, tensor, error_on_other_type=True)
+        if self._communicates():
+            return recursively_apply(combine, tensor, error_on_other_type=True)
+        return recursively_apply(_ones, tensor, error_on_other_type=True) if self.is_muted else tensor
 
     def _refuse_uneven(self) -> None:
         """Raise UsageError in a step in which replicas call compute_loss different numbers of times, except in the last
@@ -164,10 +164,8 @@ class PipelineAccelerator(Accelerator):
         return super().gather_for_metrics(input_data)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        self._count_gather()
-        if self.is_muted or self.num_processes == 1:
+        if not self._communicates():
             return tensor
-        self._refuse_uneven()
 
         def padded(one: Tensor) -> Tensor:
             if dim >= one.ndim:
