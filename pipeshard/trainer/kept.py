@@ -145,7 +145,7 @@ class KeptState(Snapshot):
     # changes sent to other ranks
 
     def told(self) -> list[Any]:
-        """The changes, as plain data for `learn`. Raises UsageError for changes that cannot be sent."""
+        """The changes, as plain data for `adopt`. Raises UsageError for changes that cannot be sent."""
         if not (changes := list(self.changes())):
             return []
         writer, said = self._writer(), list[Any]()
@@ -177,21 +177,15 @@ class KeptState(Snapshot):
     @staticmethod
     def adopt(trainer: Any, said: tuple[list[Any], Any], device: torch.device) -> Any:
         """Apply the changes that another rank has `told`, and return the value that the other rank has `written`."""
-        changes, value = said
-        KeptState.learn(trainer, changes, device)
-        return ValueReader(_roots(trainer), device).of(value)
-
-    @staticmethod
-    def learn(trainer: Any, said: list[Any], device: torch.device) -> None:
-        """Apply the changes received from another rank to this rank's state."""
+        changes, result = said
         reader = ValueReader(_roots(trainer), device)
         # resolve all paths before the first change; for `put`, the path without its last step
-        found = [reader.at(path[:-1] if how == "put" else path) for how, path, _ in said]
+        found = [reader.at(path[:-1] if how == "put" else path) for how, path, _ in changes]
         values = [
             [reader.of(entry) for entry in content] if how in ("content", "added") else reader.of(content)
-            for how, _, content in said
+            for how, _, content in changes
         ]
-        for (how, path, _), holder, value in zip(said, found, values, strict=True):
+        for (how, path, _), holder, value in zip(changes, found, values, strict=True):
             if how == "put":
                 put(holder, path[-1][0], path[-1][1], value)
             elif how == "content":
@@ -201,6 +195,7 @@ class KeptState(Snapshot):
                 holder[start:] = entries  # in evaluation, this rank has already appended its own
             else:
                 _write(holder, value)
+        return ValueReader(_roots(trainer), device).of(result)
 
 
 def _roots(trainer: Any) -> dict[str, Any]:
