@@ -54,13 +54,13 @@ NEW_TOKENS = 64  # maximum length of the answer
 def main(kind: str, arguments: Sequence[str]) -> int:
     """Run a command: plan, start this machine's ranks, or train as one of these ranks. Returns the exit status."""
     settings = read(kind, arguments)
-    if not settings.dry_run and "RANK" in os.environ:
-        quiet()
-        train(kind, settings)
-        return 0
     if settings.dry_run:
         quiet()
         plan(kind, settings)
+    elif "RANK" in os.environ:
+        quiet()
+        train(kind, settings)
+        return 0
     else:
         refuse_no_rendezvous(settings)
         refuse_earlier_run(settings)
