@@ -138,7 +138,7 @@ class Saved:
     carried: Sequence[Left] = ()
 
 
-Crossing = tuple[Dataflow, Value]  # identifies a result that crosses a cut
+Received = tuple[Dataflow, Value]  # identifies a value that a stage receives
 
 
 class Stage:
@@ -191,8 +191,8 @@ class Stage:
         self.loss: Tensor | None = None
         self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
-        self.reached: dict[Crossing, bool] = {}  # inputs, and whether they have received a gradient so far
-        self.dropped: set[Crossing] = set()  # inputs for which a custom backward of the model returned None
+        self.reached: dict[Received, bool] = {}  # inputs, and whether they have received a gradient so far
+        self.dropped: set[Received] = set()  # inputs for which a custom backward of the model returned None
         self.remaining = len(microbatches)  # backwards still to run
 
     def end(self) -> None:
@@ -313,18 +313,18 @@ class Stage:
         route = self.microbatches[i].route
         missing = []
         for value, tensor in zip(route.enters.gradients, entered, strict=True):
-            crossing = route.flow, value
-            self.reached[crossing] = self.reached.get(crossing, False) or tensor.grad is not None
+            received = route.flow, value
+            self.reached[received] = self.reached.get(received, False) or tensor.grad is not None
             if tensor.grad is None:
-                missing.append((crossing, tensor))
+                missing.append((received, tensor))
         nodes = set(nodes_from(edge.node for edge in roots)) if missing else set()
-        self.dropped.update(crossing for crossing, tensor in missing if get_gradient_edge(tensor).node in nodes)
+        self.dropped.update(received for received, tensor in missing if get_gradient_edge(tensor).node in nodes)
 
     def _refuse_none(self) -> None:
         """Raise TraceError if an input has received no gradient in the step. The stage that computed the input would
         receive zeros. Some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
         gradient."""
-        for flow, value in (crossing for crossing, is_reached in self.reached.items() if not is_reached):
+        for flow, value in (received for received, is_reached in self.reached.items() if not is_reached):
             if value in self._before.get(flow, ()):
                 why = (
                     " in this step, but received one in an earlier step: a unit detaches or omits this result, "

@@ -32,7 +32,7 @@ from pipeshard.graph.places import (
 )
 from pipeshard.graph.snapshot import Change, Snapshot, undo
 from pipeshard.graph.writes import sum_of_words
-from pipeshard.trainer.serialization import ValueReader, ValueWriter, is_apart, is_own, not_sent, place_name
+from pipeshard.trainer.serialization import ValueReader, ValueWriter, is_apart, is_of_script, not_sent, place_name
 
 # Attributes of a Trainer that compute_loss reads, but in which it keeps no state.
 NOT_KEPT = frozenset(
@@ -139,7 +139,7 @@ class KeptState(Snapshot):
 
     def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
         for step, child in super()._constants_of(value):
-            if not isinstance(child, type | FunctionType) or is_own(child.__module__):
+            if not isinstance(child, type | FunctionType) or is_of_script(child.__module__):
                 yield step, child
 
     # changes sent to other ranks
@@ -200,7 +200,9 @@ class KeptState(Snapshot):
 
 def _roots(trainer: Any) -> dict[str, Any]:
     """The objects to walk, by name: the Trainer, and the classes in its MRO that the script defines."""
-    return {"trainer": trainer} | {kind.__qualname__: kind for kind in type(trainer).__mro__ if is_own(kind.__module__)}
+    return {"trainer": trainer} | {
+        kind.__qualname__: kind for kind in type(trainer).__mro__ if is_of_script(kind.__module__)
+    }
 
 
 def _changed_by_threads(trainer: Any) -> set[int]:

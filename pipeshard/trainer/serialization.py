@@ -182,7 +182,7 @@ class ValueReader:
 
 
 @cache
-def is_own(module: str | None) -> bool:
+def is_of_script(module: str | None) -> bool:
     """Whether a module is the user's script or a local file, and not part of Python, pipeshard or an installed
     package."""
     name = (module or "").partition(".")[0]
@@ -198,7 +198,7 @@ def is_apart(value: Any) -> bool:
     if isinstance(value, DATA):
         return True
     if isinstance(value, type | FunctionType):
-        return not is_own(value.__module__)
+        return not is_of_script(value.__module__)
     return type(value).__module__.partition(".")[0] in TRAINER_LIBRARIES
 
 
