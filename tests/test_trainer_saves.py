@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import os
 import re
 import shutil
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +22,9 @@ from huggingface_hub import HfApi
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
+from pipeshard.checkpoint.state_folder import lock
 from pipeshard.errors import CheckpointError, UsageError
+from pipeshard.trainer.checkpoint import stamps
 from tests import zoo
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
@@ -425,3 +429,39 @@ def test_an_optimizer_that_cannot_be_saved_is_refused_after_its_first_step(pool:
     for folders in pool.run(unsavable, 2, str(tmp_path), timeout=300):
         assert folders == ["checkpoint-11", "checkpoint-7"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-11")
+
+
+class Saves(TrainerCallback):
+    """Requests a checkpoint after each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = True
+
+
+def saved_by_a_job(folder: Path, refused: bool = False, **options: Any) -> tuple[int, str]:
+    """The steps of a job that saves a checkpoint after its only step, and the error with which it was `refused`."""
+    with launched():
+        made = trainer(
+            "causal", folder, {"pp_size": 2}, {"callbacks": [Saves()]}, **{**STEPS, "max_steps": 1, **options}
+        )
+        with pytest.raises(CheckpointError) if refused else nullcontext() as caught:
+            made.train()
+        steps, message = made.state.global_step, str(caught.value) if caught else ""
+        del made, caught
+    gc.collect()  # its Trainer's lock
+    return steps, message
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("options", [{}, {"save_only_model": True}, {"save_strategy": "no"}])
+def test_a_second_job_leaves_the_checkpoints_of_the_first(pool: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """A job was requeued before its earlier run had ended: at its first checkpoint, it wrote its weights into the
+    complete one of that run, removed the manifest, and was refused only then."""
+    pool.run(saved_by_a_job, 2, tmp_path)
+    expected = stamps(tmp_path)
+    lock(tmp_path, owner := Begins())
+    for steps, message in pool.run(saved_by_a_job, 2, tmp_path, refused=True, **options):
+        assert f"process {os.getpid()} of" in message and "also saves to" in message
+        assert steps == (1 if options.get("save_strategy") == "no" else 0)  # a callback may request a save at any step
+    assert stamps(tmp_path) == expected
+    del owner

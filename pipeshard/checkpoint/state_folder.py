@@ -6,9 +6,9 @@ computes some of the checksums. Reading the files again takes little time, since
 a save.
 
 Two jobs that save into one folder (such as a requeued job and its earlier run, if this has not ended) would remove each
-other's unfinished saves. Therefore, the first rank locks the folder for as long as its model exists. The kernel
-releases the lock when the process exits for any reason. Forked children do not hold the lock. On NFS, which cannot lock
-folders, the file `.writer` in the folder is locked.
+other's unfinished saves. Therefore, the first rank locks the folder for as long as its model (or its Trainer) exists.
+The kernel releases the lock when the process exits for any reason. Forked children do not hold the lock. On NFS, which
+cannot lock folders, the file `.writer` in the folder is locked.
 
 With `use_async=True`, every rank writes its part from copies:
 

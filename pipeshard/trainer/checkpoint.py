@@ -57,6 +57,8 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
     made = folder / ".adapter"  # the folder itself may hold checkpoints
     with together(grid.world):
         if grid.first:
+            if CHECKPOINT_NAME.fullmatch(folder.name):  # before the first write: it may be another job's checkpoint
+                lock(folder.parent, model)
             folder.mkdir(parents=True, exist_ok=True)
             remove(made)  # left by a save that was killed
             before = stamps(folder)
@@ -159,6 +161,15 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
 def refuse_several_folders(folder: Path, grid: Grid) -> None:
     """Raise UsageError, on every rank, if the ranks would save checkpoints to different folders."""
     refuse_differing_folders("output_dir", folder, grid.world)
+
+
+@together_in("trainer.train")
+def lock_folder(folder: Path, owner: Any, grid: Grid) -> None:
+    """Lock the folder of the checkpoints until `owner` is freed. Raises CheckpointError, on every rank, if another job
+    saves to this folder."""
+    with together(grid.world):
+        if grid.first:
+            lock(folder, owner)
 
 
 @together_in("trainer.save_model")

@@ -46,6 +46,7 @@ from pipeshard.trainer.checkpoint import (
     checkpoint_of,
     load_checkpoint_weights,
     load_state,
+    lock_folder,
     one_folder,
     refuse_several_folders,
     save_state,
@@ -368,6 +369,7 @@ class Loop(Evaluation):
         if self._saves:
             refuse_unwrapped_adapters(self.model)
             refuse_several_folders(Path(self.args.output_dir), self.pipeline.grid)
+            lock_folder(Path(self.args.output_dir), self, self.pipeline.grid)
         chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)
         self._held, self._left, self._begun_at = (), None, None  # left by an earlier call that ended within a window
         self._begins = True
