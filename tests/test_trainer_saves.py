@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 
 from pipeshard.checkpoint.state_folder import lock
 from pipeshard.errors import CheckpointError, UsageError
-from pipeshard.trainer.checkpoint import stamps
+from pipeshard.trainer.checkpoint import newest, refuse_broken, stamps
 from tests import zoo
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
@@ -465,3 +465,32 @@ def test_a_second_job_leaves_the_checkpoints_of_the_first(pool: Pool, tmp_path: 
         assert steps == (1 if options.get("save_strategy") == "no" else 0)  # a callback may request a save at any step
     assert stamps(tmp_path) == expected
     del owner
+
+
+def looking(folder: Path, failing: int, broken: bool) -> str:
+    """What a rank says to checkpoints that the rank `failing` cannot look at."""
+
+    def unreadable(_: Path) -> str:
+        if dist.get_rank() == failing:
+            raise PermissionError(13, "Permission denied")
+        return "it is torn"
+
+    group = dist.group.WORLD
+    assert group is not None
+    look = refuse_broken if broken else newest
+    with mock.patch("pipeshard.trainer.checkpoint.flaw_of", unreadable), pytest.raises(CheckpointError) as caught:
+        look(folder / "checkpoint-1" if broken else folder, group)
+    return str(caught.value)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_look_at_checkpoints_is_named(
+    pool: Pool, tmp_path: Path, failing: int, broken: bool
+) -> None:
+    """Each rank looked at the checkpoints, though only the first rank's view counts: one that failed did so alone, and
+    the other ranks waited for it, or took its error for an answer."""
+    (tmp_path / "checkpoint-1").mkdir()
+    for message in pool.run(looking, 2, tmp_path, failing, broken):
+        assert message.startswith("rank 0") == ("PermissionError: [Errno 13]" in message) == (failing == 0), message

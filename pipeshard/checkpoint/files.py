@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from pipeshard.distributed.watching import named
 from pipeshard.errors import CheckpointError, PipeshardError, UsageError, of_all, summary
 from pipeshard.script import exit_now
 
+T = TypeVar("T")
 _unraised: list[Exception] = []  # errors of background saves that no later call has raised
 
 
@@ -49,6 +50,17 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
         own = len(set(messages)) == 1 or message.startswith("rank ")  # alike on all ranks, or names a rank
         shared = CheckpointError(message if own else f"{named(rank)}: {message}")
         raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
+
+
+def of_first(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Call `make` on the first rank of `group`, and return its result on every rank. If it fails, every rank raises
+    CheckpointError."""
+    made: Any = None
+    with together(group):
+        if group.rank() == 0:
+            made = make()
+    made, *_ = gather_objects(made, group)
+    return made
 
 
 def refuse_differing_folders(what: str, folder: Path, group: dist.ProcessGroup) -> None:

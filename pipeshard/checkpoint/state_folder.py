@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from pipeshard.checkpoint.files import Save, place, sync, together, writes
+from pipeshard.checkpoint.files import Save, of_first, place, sync, together, writes
 from pipeshard.checkpoint.optimizer import DESCRIPTION
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
 from pipeshard.checkpoint.safetensors_files import write_files
@@ -60,9 +60,13 @@ def by_name(name: str, given: Any) -> dict[str, Any]:
 def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup, others: Collection[str] = frozenset()) -> None:
     """Write the manifest of all files that the first rank finds in the folder, except its paths in `others`. Call it on
     all ranks, since each rank computes some of the checksums."""
-    with together(group):
+
+    def files() -> list[str]:
         here = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        sums = _shared_out(folder, gather_objects(sorted(here.difference(others)), group)[0], group)
+        return sorted(here.difference(others))
+
+    sums = _shared_out(folder, of_first(files, group), group)
+    with together(group):
         if group.rank() == 0:
             write_manifest(folder, step, stages, sums)
 

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeshard.checkpoint.files import (
     differing,
     differing_folders,
     new_folder,
+    of_first,
     refuse_differing_folders,
     remove,
     together,
@@ -184,8 +186,9 @@ def one_folder(folder: Path, grid: Grid) -> Path:
 
 
 def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
+    why = of_first(partial(flaw_of, folder), group)
     with together(group):
-        if why := gather_objects(flaw_of(folder), group)[0] or damage(folder, group):
+        if why := why or damage(folder, group):
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {folder}: it is not a complete, intact PipelineTrainer checkpoint "
                 f"({why}). Pass another checkpoint, or resume_from_checkpoint=True to use the newest intact checkpoint"
@@ -195,7 +198,7 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
     """The path of the newest complete, intact checkpoint in `folder`. Newer checkpoints, which are incomplete
     or damaged, are skipped with a warning. Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
-    flaws = gather_objects({step: flaw_of(path) for step, path in _checkpoints(folder).items()}, group)[0]
+    flaws = of_first(lambda: {step: flaw_of(path) for step, path in _checkpoints(folder).items()}, group)
     for step in sorted(flaws, reverse=True):
         path = folder / f"checkpoint-{step}"
         if not (why := flaws[step] or damage(path, group)):

@@ -33,7 +33,7 @@ from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import state_folder
 from pipeshard.checkpoint.io import io_of
-from pipeshard.checkpoint.state_folder import lock
+from pipeshard.checkpoint.state_folder import lock, seal
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.errors import CheckpointError
 from tests import zoo
@@ -485,6 +485,38 @@ def failing_in_the_background(folder: Path) -> tuple[str, list[str]]:
     return str(raised.value), sorted(path.name for path in folder.iterdir())
 
 
+def sealing(folder: Path, failing: int) -> str:
+    """The error of a save whose files the rank `failing` cannot list, or the files in its manifest."""
+    listed, group = Path.rglob, dist.group.WORLD
+    assert group is not None
+
+    def rglob(path: Path, pattern: str) -> Iterator[Path]:
+        if dist.get_rank() == failing:
+            raise OSError(5, "Input/output error")
+        return listed(path, pattern)
+
+    with mock.patch.object(Path, "rglob", rglob):
+        try:
+            seal(folder, 1, 1, group)
+        except CheckpointError as error:
+            return str(error)
+    return " ".join(json.loads((folder / "manifest.json").read_text())["files"])
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_in_listing_a_saves_files_is_told_as_it_is(pool: Pool, tmp_path: Path, failing: int) -> None:
+    """The error of a disk on one rank was taken for a list of files by the others, or their list for an error: one
+    could not read a file named "O"."""
+    (tmp_path / "training.pt").touch()
+    found = pool.run(sealing, 2, tmp_path, failing)
+    assert len({*found}) == 1
+    if failing == 0:
+        assert found[0].startswith("rank 0") and found[0].endswith("OSError: [Errno 5] Input/output error")
+    else:  # only the first rank lists the files
+        assert found[0] == "training.pt"
+
+
 def saving_over_another_s(folder: Path, use_async: bool) -> str:
     training = Training("gpt2", 0)
     with pytest.raises(CheckpointError) as raised:
@@ -716,7 +748,7 @@ def saving_once(folder: Path, step: int) -> None:
 
 HOLDS = """
 import pathlib, sys, time
-from pipeshard.checkpoint.state_folder import lock
+from pipeshard.checkpoint.state_folder import lock, seal
 lock(pathlib.Path(sys.argv[1]), lock)
 print("holds", flush=True)
 time.sleep(600)
