@@ -48,6 +48,9 @@ SEQUENCES: dict[type, str] = {list: "[{}]", tuple: "({})"}  # the keys of tensor
 # In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
+# copies of the contents of the files that a rank writes to an optimizer's folder, and the folder's description (None
+# except on the first rank)
+OptimizerPart: TypeAlias = tuple[list[FileContent], Content | None]
 ONLY_MODEL = (
     "save only the model: with booster.save_model, or in a Trainer with TrainingArguments(save_only_model=True)"
 )
@@ -334,12 +337,16 @@ def check_savable(optimizer: Optimizer) -> None:
     merged(gather_objects(own, boosted.group))
 
 
-def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
-    """Copies of the contents of the files that this rank writes to an optimizer's folder, and the description (None
-    except on the first rank). Call it on all ranks. Raises CheckpointError as `save_optimizer` does."""
+def optimizer_part(optimizer: Optimizer) -> Callable[[], OptimizerPart]:
+    """A function that returns this rank's part of an optimizer's folder, and uses no collectives. Call `optimizer_part`
+    on all ranks. Raises CheckpointError as `save_optimizer` does."""
     boosted = boosted_optimizer(optimizer)
     description, written = _planned(boosted, shard=True)
-    return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
+
+    def copied() -> OptimizerPart:
+        return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
+
+    return copied
 
 
 def _described(boosted: PipelineOptimizer) -> tuple[Content, Content]:

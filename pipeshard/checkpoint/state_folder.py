@@ -36,8 +36,7 @@ import torch
 import torch.distributed as dist
 
 from pipeshard.checkpoint.files import Save, of_first, place, sync, together, writes
-from pipeshard.checkpoint.optimizer import DESCRIPTION
-from pipeshard.checkpoint.safetensors_files import Content as FileContent
+from pipeshard.checkpoint.optimizer import DESCRIPTION, OptimizerPart
 from pipeshard.checkpoint.safetensors_files import write_files
 from pipeshard.checkpoint.save import FolderSave
 from pipeshard.checkpoint.untrusted import is_inside, read_document
@@ -232,7 +231,7 @@ class StateSave(Save):
 
     writing: Path  # the hidden folder
     models: list[FolderSave]  # empty on ranks that do not write models
-    optimizers: dict[str, tuple[list[FileContent], dict[str, Any] | None]]  # by folder, the results of `optimizer_part`
+    optimizers: dict[str, OptimizerPart]  # by folder
     rest: dict[str, Any] | None  # on the first rank: the content of training.pt
     step: int
     pipeline_stages: int

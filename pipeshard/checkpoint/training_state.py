@@ -207,6 +207,10 @@ def _planned_state(
             for folder in (MARKS, *models, *optimizers):
                 (writing / folder).mkdir(parents=True)
     saves = [io_of(model).planned(model, writing / name) for name, model in models.items()]
+    copies = {name: optimizer_part(optimizer) for name, optimizer in optimizers.items()}
+    with together(world):  # no rank begins to write, and then waits for the others, before all ranks have their copies
+        parts = {name: copied() for name, copied in copies.items()}
+        rest = copy.deepcopy(rest)
     return StateSave(
         target=target,
         stage=world.rank(),
@@ -214,8 +218,8 @@ def _planned_state(
         token="",
         writing=writing,
         models=[save for save in saves if save is not None],
-        optimizers={name: optimizer_part(optimizer) for name, optimizer in optimizers.items()},
-        rest=copy.deepcopy(rest),
+        optimizers=parts,
+        rest=rest,
         step=step,
         pipeline_stages=pipeline.num_stages,
         finish=finish,

@@ -517,6 +517,52 @@ def test_an_error_in_listing_a_saves_files_is_told_as_it_is(pool: Pool, tmp_path
         assert found[0] == "training.pt"
 
 
+def copying_late(folder: Path) -> list[str]:
+    """The files of a save in the background that a rank finds a second after it has begun to copy its optimizer."""
+    training, found = Training("gpt2", 0), list[list[str]]()
+    training.run(1)
+    copied = shards._on_cpu
+
+    def late(part: torch.Tensor) -> torch.Tensor:
+        if not found:
+            time.sleep(1)
+            found.append([str(path) for path in folder.rglob("*") if path.is_file()])
+        return copied(part)
+
+    with mock.patch.object(shards, "_on_cpu", late) if dist.get_rank() == 1 else contextlib.nullcontext():
+        save_training_state(folder, 1, **training.parts, use_async=True)
+    io_of(training.model).wait()
+    return found[0] if found else []
+
+
+@pytest.mark.turns
+def test_no_rank_writes_before_all_have_copied(pool: Pool, tmp_path: Path) -> None:
+    """A rank that copied a large optimizer for 8 seconds longer than another wrote counted as dead: the save of a
+    healthy run failed."""
+    assert pool.run(copying_late, 2, tmp_path) == [[], []]
+    assert newest_step(tmp_path) == 1
+
+
+def failing_to_copy(folder: Path) -> str:
+    """The error of a rank without memory for the copies; the next save has room again."""
+    training = Training("gpt2", 0)
+    training.run(1)
+    full = mock.patch.object(shards, "_on_cpu", side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    with full if dist.get_rank() == 1 else contextlib.nullcontext(), pytest.raises(CheckpointError) as raised:
+        save_training_state(folder, 1, **training.parts, use_async=True)
+    save_training_state(folder, 2, **training.parts, use_async=True)
+    io_of(training.model).wait()
+    return str(raised.value)
+
+
+@pytest.mark.turns
+def test_a_rank_without_memory_for_copies_ends_the_save_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    """One rank raised torch's RuntimeError, and the others trained on with a save that could not end."""
+    for message in pool.run(failing_to_copy, 2, tmp_path):
+        assert message.startswith("rank 1") and "RuntimeError: DefaultCPUAllocator: can't allocate memory" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
 def saving_over_another_s(folder: Path, use_async: bool) -> str:
     training = Training("gpt2", 0)
     with pytest.raises(CheckpointError) as raised:
