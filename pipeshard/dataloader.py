@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
 from pipeshard.batch.read import collate
-from pipeshard.data.order import Order, refuse_unseeded
+from pipeshard.data.order import Order, packed, refuse_unseeded
 from pipeshard.data.place import OVER, LoaderPlace, Peekable
 from pipeshard.data.seeded import KeyedSampler, SeededSamples
 from pipeshard.data.share import Share, SharedCollate, SharedSampler, SharedStream, length_of
@@ -289,7 +289,7 @@ class ResumableDataLoader(DataLoader[Any]):
         ended = self._has_ended()
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
         order = self._began if self.place.begun and not ended else self._order.state()
-        kept = {"order": order} if order else {}
+        kept = {"order": packed(order)} if order else {}
         if batches in self.place.last_entries and not ended:
             kept["last_entry"] = self.place.last_entries[batches]
         return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes(), **kept}

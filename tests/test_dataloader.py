@@ -6,7 +6,7 @@ import gc
 import io
 import logging
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ from torch.utils.data import (
 )
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
+from pipeshard.checkpoint import untrusted
 from pipeshard.data.first_samples import find_sample, first_samples
-from pipeshard.data.order import Order
+from pipeshard.data.order import Order, packed
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, UsageError
 
@@ -980,6 +981,32 @@ def test_combinations_are_refused_as_by_torch() -> None:
     ):
         with pytest.raises(ValueError, match=r"batch|shuffle|sampler|persistent"):
             make(**options)
+
+
+MANY: dict[str, Any] = {
+    "numbers": lambda values: [value / 3 for value in values],
+    "strings": lambda values: [f"sample {value}\0\ud800" for value in values],
+    "batches": lambda values: [values[k : k + 4] for k in range(0, len(values), 4)],
+    "tuple": tuple,
+    "set": set,
+    "deque": deque,
+    "losses": lambda values: dict.fromkeys(values, 0.5),
+    "buckets": lambda values: {f"bucket {k}": values[k::100] for k in range(100)},
+    "counts": Counter,
+}
+
+
+@pytest.mark.parametrize("kind", MANY.values(), ids=MANY.keys())
+def test_a_position_with_many_values_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """A sampler that shuffles a list of 4.2 million indices in place was saved in the second epoch, and none of these
+    training states could be loaded."""
+    monkeypatch.setattr(untrusted, "MOST_STEPS", 15_000)
+    left, other = Ordered(), Ordered()
+    order, later = Order(left), Order(other)
+    left.indices = kind(list(range(20_000)))
+    torch.save(untrusted.plain(packed(order.state()), "the position"), tmp_path / "position.pt")
+    later.load_state(untrusted.load_plain(tmp_path / "position.pt", "a position", "load another"))
+    assert other.indices == left.indices and type(other.indices) is type(left.indices)
 
 
 class Tokens(Stream):

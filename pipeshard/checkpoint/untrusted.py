@@ -5,8 +5,10 @@ never return, since they check no bounds. `torch.load(weights_only=True)` execut
 may still exhaust the memory or never finish.
 """
 
+import io
 import json
 import math
+import os
 import pickletools
 import re
 import subprocess
@@ -209,9 +211,9 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
     ):
         if not file.is_file():
             raise FileNotFoundError("it does not exist")
-        zipped = zipfile.is_zipfile(file)
-        _refuse_bombs(file, zipped)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        with file.open("rb") as content:
+            _refuse_bombs(content)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def plain(value: Any, what: str, advice: str = " in its state_dict()") -> Any:
@@ -229,7 +231,7 @@ def plain(value: Any, what: str, advice: str = " in its state_dict()") -> Any:
         )
     ):
         value = without_scalars(value)
-        encode(value)
+        _refuse_bombs(io.BytesIO(encode(value)))
     return value
 
 
@@ -250,25 +252,26 @@ def has_content(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.layout is torch.strided and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def _refuse_bombs(file: Path, zipped: bool) -> None:
+def _refuse_bombs(file: IO[bytes]) -> None:
     """Raise ValueError for pickles that could exhaust the memory or never finish.
 
     A few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never finishes, in C code that
     cannot be interrupted. `torch.save` of plain values uses neither. `torch.save` also never compresses. So compressed
     data, which may have any size after decompression, is refused.
     """
-    if zipped:
+    size = file.seek(0, os.SEEK_END)
+    if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             if packed:
                 raise ValueError(f"{packed[0]!r} in it is compressed, but torch.save does not compress")
             (name,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
             with archive.open(name) as content:
-                _measure_pickle(_Bounded(content, file.stat().st_size))
+                _measure_pickle(_Bounded(content, size))
         return
-    with file.open("rb") as content:  # the format before torch 1.6: a magic number, versions, the object, storages
-        for _ in range(5):
-            _measure_pickle(_Bounded(content, file.stat().st_size))
+    file.seek(0)
+    for _ in range(5):  # the format before torch 1.6: a magic number, versions, the object, storages
+        _measure_pickle(_Bounded(file, size))
 
 
 class _Bounded:
@@ -291,7 +294,7 @@ def _measure_pickle(content: Any) -> None:
     memo: dict[Any, list[int]] = {}
     for k, (code, argument, _) in enumerate(pickletools.genops(content)):
         if k > MOST_STEPS:
-            raise ValueError(f"unpickling it takes more than {MOST_STEPS} steps: use safetensors")
+            raise ValueError(f"unpickling it takes more than {MOST_STEPS} steps: keep many numbers in a tensor")
         if code.name == "GLOBAL" and not MADE_OF.fullmatch(str(argument)):
             raise ValueError(f"Unsupported global: GLOBAL {str(argument).replace(' ', '.')} is not a plain value")
         if code.name == "MARK":

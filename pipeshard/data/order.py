@@ -7,6 +7,7 @@ batches, and a resumed epoch has a different order than the interrupted epoch.
 
 import copy
 import inspect
+import json
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -235,6 +236,9 @@ KIND = "pipeshard.kind"  # the key for the original type, if a checkpoint must n
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, deque, int, float)}
 KINDS: dict[str, Callable[..., Any]] = {
     "array": lambda tensor: tensor.numpy(),
+    "json": lambda text: json.loads(text.numpy().tobytes()),
+    "tuple": tuple,
+    "dict": lambda keys, values: dict(zip(keys, values, strict=True)),
     "set": set,
     "deque": deque,
     "OrderedDict": OrderedDict,
@@ -271,8 +275,8 @@ def _marked(kind: str, *arguments: Any) -> dict[str, Any]:
 
 
 def restored(value: Any) -> Any:
-    """A copy of the value that `saved` converted. States saved by older versions of pipeshard have lists instead of
-    sets and deques, and tensors instead of arrays."""
+    """A copy of the value that `saved` (and perhaps `packed`) converted. States saved by older versions of pipeshard
+    have lists instead of sets and deques, and tensors instead of arrays."""
     if isinstance(value, dict) and KIND in value:
         return KINDS[value[KIND]](*map(restored, value["arguments"]))
     if isinstance(value, dict):
@@ -282,6 +286,52 @@ def restored(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(restored, value))
     return copied_value(value)
+
+
+MOST_VALUES = 10_000  # in a collection of a state that is not packed
+JSON = {*SCALARS} - {bytes}  # types
+
+
+def packed(state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Convert a result of `Order.state`: long lists become JSON, in one tensor each. Unpickling a list takes a step for
+    each value, and `load_plain` limits the number of steps."""
+    return {
+        key: {
+            part: {name: _packed(value) for name, value in values.items()} if part == "attributes" else values
+            for part, values in entry.items()
+        }
+        for key, entry in state.items()
+    }
+
+
+def _packed(value: Any) -> Any:
+    """Pack a value that `saved` converted. `restored` converts it back."""
+    if _count(value) <= MOST_VALUES:
+        return value
+    if isinstance(value, dict) and KIND in value:
+        return _marked(value[KIND], *map(_packed, value["arguments"]))
+    if isinstance(value, dict):
+        return _marked("dict", _packed(list(value)), _packed(list(value.values())))
+    if isinstance(value, tuple):
+        return _marked("tuple", _packed(list(value)))
+    if _is_json(value):
+        return _marked("json", torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))
+    return [_packed(entry) for entry in value]
+
+
+def _count(value: Any) -> int:
+    """The number of values in a collection, including those in its collections."""
+    entries = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(entries, list | tuple):
+        return 1
+    return len(entries) if _has_scalars(entries) else sum(map(_count, entries))
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON restores a value exactly: a number, a string, None, or a list of such values."""
+    if type(value) is not list:
+        return type(value) in JSON
+    return JSON.issuperset(map(type, value)) or all(map(_is_json, value))
 
 
 def _give_back(member: Any, name: str, value: Any) -> None:

@@ -29,7 +29,7 @@ from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import state_folder, untrusted
 from pipeshard.checkpoint.optimizer import VALUE, content_flaw
 from pipeshard.checkpoint.safetensors_files import Source, check_shards, contents, joined_file, read_shards, write_files
-from pipeshard.checkpoint.untrusted import load_plain
+from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.errors import CheckpointError
 from tests import zoo
 from tests.checkpoint.test_training_state import Training
@@ -262,6 +262,15 @@ def test_a_pickle_takes_no_more_than_its_file_says(tmp_path: Path, legacy: bool)
     }
     torch.save(honest, file, _use_new_zipfile_serialization=not legacy)
     assert load_plain(file, "a state", "load another") == honest
+
+
+def test_a_state_that_could_not_be_loaded_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A position in the data with a dict of millions of numbers was saved at each step, and refused at each resume."""
+    monkeypatch.setattr(untrusted, "MOST_STEPS", 1000)
+    assert plain({"order": list(range(900))}, "the state of this Loader") == {"order": list(range(900))}
+    problem = "the state of this Loader cannot be saved .*more than 1000 steps: keep many numbers in a tensor"
+    with pytest.raises(CheckpointError, match=problem):
+        plain({"order": list(range(1100))}, "the state of this Loader")
 
 
 def test_a_stranger_s_code_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
