@@ -1,9 +1,4 @@
-"""Read: the conversion of samples into a Batch, with the batch dimension of each leaf and the sample of each image.
-
-Processors concatenate the media of all samples in one leaf. Its first dimension counts images, or the patches of all
-images, and its shape does not show which entries belong to which sample. The entries are assigned to samples by
-a leaf of counts (`num_local_patches`), or by each sample's number of placeholder tokens and the sizes of the images. If
-neither is possible, the batch cannot be split.
+"""Read: the conversion of samples into a Batch, with the batch dimension of each leaf.
 
 A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and an (s, b) leaf looks
 like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an
@@ -22,30 +17,25 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from pipeshard.batch.batch import FOR_CRITERION, Batch, BatchDims
+from pipeshard.batch.media import Owners, media_owners
 from pipeshard.batch.tree import tensors_in
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
     IDS,
     LABELS,
     MASK,
-    MEDIA,
     PER_TOKEN,
     PIXELS,
-    SIZES,
-    counts_items,
     has_label_per_sample,
     image_shape,
     is_spacing,
     is_target,
     main_input,
-    media_kind,
-    placeholder_token,
 )
 
 logger = logging.getLogger("pipeshard")
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 INTEGERS = torch.int32, torch.int64
-Owners = dict[str, tuple[int, ...]]  # by path: the number of entries of each sample, () if unknown
 
 
 def read_batch(
@@ -169,14 +159,7 @@ def _is_exact(name: str) -> bool:
 
 
 def _owners(model: nn.Module, batch: Batch) -> Owners:
-    ids = batch.by_sample(IDS) if IDS in batch.tensors else None
-    owners: Owners = {}
-    for kind in MEDIA:
-        leaves = {path: leaf for path, leaf in batch.tensors.items() if media_kind(path) == kind and leaf.ndim > 0}
-        token = placeholder_token(model, kind)
-        is_token = ids.eq(token) if leaves and ids is not None and ids.ndim == 2 and token is not None else None
-        unknown: Owners = {p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows}
-        owners |= unknown | _by_tokens(leaves, is_token) | _by_counts(leaves, batch)
+    owners = media_owners(model, batch)
     if LABELS in batch.tensors and batch.tensors[LABELS].ndim == 2 and (codebooks := _several(batch, LABELS)):
         owners[LABELS] = codebooks  # one row for each codebook of a sample
     return owners
@@ -188,64 +171,6 @@ def _several(batch: Batch, path: str) -> tuple[int, ...]:
     leaf = batch.tensors.get(path)
     count, remainder = divmod(len(leaf) if leaf is not None and leaf.ndim else 0, batch.rows)
     return (count,) * batch.rows if count > 1 and not remainder else ()
-
-
-def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
-    by_total: dict[int, tuple[int, ...]] = {}
-    for path, leaf in batch.tensors.items():
-        if counts_items(path) and leaf.shape == (batch.rows,) and not leaf.is_floating_point():
-            counts = tuple(leaf.tolist())
-            by_total.setdefault(sum(counts), counts)
-    sizes = {path: len(leaf) for path, leaf in leaves.items() if len(leaf) != batch.rows}
-    return {path: by_total[size] for path, size in sizes.items() if size in by_total}
-
-
-def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
-    """For each leaf without one entry per sample: the number of entries of each sample, from the sample's number of
-    placeholder tokens or of runs of adjacent placeholder tokens, or () if neither determines it."""
-    sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
-    values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
-    if is_token is None or not len(is_token) or values is None:
-        return {}
-    begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
-    tokens, runs = is_token.sum(1).tolist(), begins.sum(1).tolist()
-    areas = [1] * len(values) if sizes is None else [int(area) for area in sizes.long().prod(1).tolist()]
-    items = _assign(areas, tokens) or _assign([1] * len(areas), tokens)
-    if items is None and sum(runs) == len(areas):
-        items = tuple(runs)
-    # A processor that stacks the images of each sample pads them to the largest number of images or tiles.
-    is_stacked = sizes is None and values.ndim > 4 and values.shape[1] in (max(runs), max(items or (0,)))
-    if len(areas) == len(tokens) and (items is None or is_stacked):
-        items = (1,) * len(tokens)
-    if items is None:
-        return {path: () for path, leaf in leaves.items() if len(leaf) in (len(areas), sum(areas))}
-    edges = [0, *itertools.accumulate(items)]
-    patches = tuple(sum(areas[a:b]) for a, b in itertools.pairwise(edges))
-    owners: Owners = {}
-    for path, leaf in leaves.items():
-        side, remainder = divmod(leaf.shape[-1], sum(areas))  # (1, 3, p, patches x p): side by side
-        if len(leaf) == len(areas):
-            owners[path] = items
-        elif len(leaf) == sum(areas):
-            owners[path] = patches
-        elif len(leaf) == 1 and leaf.ndim == 4 and not remainder:
-            owners[path] = tuple(side * count for count in patches)
-    return {path: counts for path, counts in owners.items() if set(counts) != {1}}
-
-
-def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:
-    """The number of consecutive items (images) of each sample, if the numbers of tokens are proportional to the items'
-    areas, otherwise None."""
-    area, total, counts, at = sum(areas), sum(tokens), [], 0
-    for of_sample in tokens:
-        first, covered = at, 0
-        while at < len(areas) and covered * total < of_sample * area:
-            covered += areas[at]
-            at += 1
-        if covered * total != of_sample * area:
-            return None
-        counts.append(at - first)
-    return tuple(counts) if at == len(areas) and total else None
 
 
 LeafKind = tuple[str, int]  # a leaf's path and its number of dimensions

@@ -1,0 +1,107 @@
+"""Media: the assignment of images, videos and audio to the samples of a batch.
+
+Processors concatenate the media of all samples in one leaf. Its first dimension counts items (images, clips or frames),
+or the patches of all items, and its shape does not show which entries belong to which sample. The entries are assigned
+to samples by a leaf of counts (`num_local_patches`), or by each sample's number of placeholder tokens and the sizes of
+the items. If neither is possible, the assignment is unknown, and the batch cannot be split.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.hf import IDS, MEDIA, SIZES, counts_items, media_kind, placeholder_token
+
+Counts = tuple[int, ...]  # the number of entries of each sample
+Owners = dict[str, Counts]  # by path; () if unknown
+
+
+def media_owners(model: nn.Module, batch: Batch) -> Owners:
+    """The number of entries of each sample in the leaves with media, except leaves with one entry per sample."""
+    owners: Owners = {}
+    for kind in MEDIA:
+        leaves = {path: leaf for path, leaf in batch.tensors.items() if media_kind(path) == kind and leaf.ndim > 0}
+        is_token = _is_token(model, batch, kind) if leaves else None
+        unknown: Owners = {p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows}
+        owners |= unknown | _by_tokens(leaves, is_token) | _by_counts(leaves, batch)
+    return owners
+
+
+def _is_token(model: nn.Module, batch: Batch, kind: str) -> Tensor | None:
+    """Whether each position of each sample has a placeholder token of this kind of media, or None if this is
+    unknown."""
+    ids = batch.by_sample(IDS) if IDS in batch.tensors else None
+    token = placeholder_token(model, kind)
+    return ids.eq(token) if ids is not None and ids.ndim == 2 and token is not None else None
+
+
+def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
+    by_total: dict[int, Counts] = {}
+    for path, leaf in batch.tensors.items():
+        if counts_items(path) and leaf.shape == (batch.rows,) and not leaf.is_floating_point():
+            counts = tuple(leaf.tolist())
+            by_total.setdefault(sum(counts), counts)
+    sizes = {path: len(leaf) for path, leaf in leaves.items() if len(leaf) != batch.rows}
+    return {path: by_total[size] for path, size in sizes.items() if size in by_total}
+
+
+def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
+    """For each leaf without one entry per sample: the number of entries of each sample, from the sample's placeholder
+    tokens, or () if these do not determine it."""
+    sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
+    values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
+    if is_token is None or not len(is_token) or values is None:
+        return {}
+    areas = [1] * len(values) if sizes is None else [int(area) for area in sizes.long().prod(1).tolist()]
+    items = _items(areas, is_token, values if sizes is None else None)
+    if items is None:
+        return {path: () for path, leaf in leaves.items() if len(leaf) in (len(areas), sum(areas))}
+    edges = [0, *itertools.accumulate(items)]
+    patches = tuple(sum(areas[a:b]) for a, b in itertools.pairwise(edges))
+    owners = {path: _entries(leaf, items, patches) for path, leaf in leaves.items()}
+    return {path: counts for path, counts in owners.items() if counts and set(counts) != {1}}
+
+
+def _items(areas: Sequence[int], is_token: Tensor, unsized: Tensor | None) -> Counts | None:
+    """The number of items of each sample, from the number of placeholder tokens or of runs of adjacent placeholder
+    tokens, or None if neither determines it. `unsized`: the items, if their areas are unknown."""
+    begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
+    tokens, runs = is_token.sum(1).tolist(), begins.sum(1).tolist()
+    items = _assign(areas, tokens) or _assign([1] * len(areas), tokens)
+    if items is None and sum(runs) == len(areas):
+        items = tuple(runs)
+    # A processor that stacks the images of each sample pads them to the largest number of images or tiles.
+    is_stacked = unsized is not None and unsized.ndim > 4 and unsized.shape[1] in (max(runs), max(items or (0,)))
+    if len(areas) == len(tokens) and (items is None or is_stacked):
+        items = (1,) * len(tokens)
+    return items
+
+
+def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
+    """The number of a leaf's entries of each sample, from each sample's number of items and of their patches, or None
+    if the leaf's entries are neither."""
+    if len(leaf) == sum(items):
+        return items
+    if len(leaf) == sum(patches):
+        return patches
+    side, remainder = divmod(leaf.shape[-1], sum(patches))  # (1, 3, p, patches x p): side by side
+    if len(leaf) == 1 and leaf.ndim == 4 and not remainder:
+        return tuple(side * count for count in patches)
+    return None
+
+
+def _assign(areas: Sequence[int], tokens: Sequence[int]) -> Counts | None:
+    """The number of consecutive items of each sample, if the numbers of tokens are proportional to the items' areas,
+    otherwise None."""
+    area, total, counts, at = sum(areas), sum(tokens), [], 0
+    for of_sample in tokens:
+        first, covered = at, 0
+        while at < len(areas) and covered * total < of_sample * area:
+            covered += areas[at]
+            at += 1
+        if covered * total != of_sample * area:
+            return None
+        counts.append(at - first)
+    return tuple(counts) if at == len(areas) and total else None
