@@ -1,19 +1,27 @@
 """Media: the assignment of images, videos and audio to the samples of a batch.
 
 Processors concatenate the media of all samples in one leaf. Its first dimension counts items (images, clips or frames),
-or the patches of all items, and its shape does not show which entries belong to which sample. The entries are assigned
-to samples by a leaf of counts (`num_local_patches`), or by each sample's number of placeholder tokens and the sizes of
-the items. If neither is possible, the assignment is unknown, and the batch cannot be split.
+or the patches of all items, and its shape does not show which entries belong to which sample. For each kind of media:
+
+1. The placeholder tokens of each sample, and the sizes of the items, determine each sample's number of items (`_items`)
+   and of patches.
+2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
+   sizes of groups of consecutive items or patches: the numbers of frames of the videos (`_groups`).
+3. A leaf that the tokens do not determine is split by counts, one per sample (`num_local_patches`).
+
+Otherwise, the assignment is unknown, and the batch cannot be split.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.hf import IDS, MEDIA, SIZES, counts_items, media_kind, placeholder_token
 
+INTEGERS = torch.int32, torch.int64
 Counts = tuple[int, ...]  # the number of entries of each sample
 Owners = dict[str, Counts]  # by path; () if unknown
 
@@ -25,7 +33,9 @@ def media_owners(model: nn.Module, batch: Batch) -> Owners:
         leaves = {path: leaf for path, leaf in batch.tensors.items() if media_kind(path) == kind and leaf.ndim > 0}
         is_token = _is_token(model, batch, kind) if leaves else None
         unknown: Owners = {p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows}
-        owners |= unknown | _by_tokens(leaves, is_token) | _by_counts(leaves, batch)
+        by_tokens = _by_tokens(leaves, is_token)
+        others = {path: leaf for path, leaf in leaves.items() if not by_tokens.get(path)}
+        owners |= unknown | by_tokens | _by_counts(others, batch)
     return owners
 
 
@@ -82,6 +92,8 @@ def _items(areas: Sequence[int], is_token: Tensor, unsized: Tensor | None) -> Co
 def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
     """The number of a leaf's entries of each sample, from each sample's number of items and of their patches, or None
     if the leaf's entries are neither."""
+    if groups := _groups(leaf, items) or _groups(leaf, patches):
+        return groups
     if len(leaf) == sum(items):
         return items
     if len(leaf) == sum(patches):
@@ -90,6 +102,14 @@ def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
     if len(leaf) == 1 and leaf.ndim == 4 and not remainder:
         return tuple(side * count for count in patches)
     return None
+
+
+def _groups(leaf: Tensor, counts: Counts) -> Counts | None:
+    """The number of a leaf's entries of each sample, if each entry is the size of a group of consecutive items or
+    patches (the number of frames of a video), otherwise None. `counts`: each sample's number of items or patches."""
+    if leaf.ndim != 1 or leaf.dtype not in INTEGERS or int(leaf.sum()) != sum(counts):
+        return None
+    return _assign(leaf.tolist(), counts) if bool(leaf.gt(0).all()) else None
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> Counts | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from pipeshard.batch.batch import FOR_CRITERION, Batch, BatchDims
-from pipeshard.batch.media import Owners, media_owners
+from pipeshard.batch.media import INTEGERS, Owners, media_owners
 from pipeshard.batch.tree import tensors_in
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
@@ -35,7 +35,6 @@ from pipeshard.hf import (
 
 logger = logging.getLogger("pipeshard")
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-INTEGERS = torch.int32, torch.int64
 
 
 def read_batch(

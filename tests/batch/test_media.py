@@ -190,6 +190,11 @@ def rows_of(*tokens: int) -> Tensor:
     return torch.tensor([[7, *[3] * count, *[8] * (6 - count)] for count in tokens])
 
 
+def ids_of(*rows: str) -> Tensor:
+    """A row for each string, with the token 3 for each i."""
+    return torch.tensor([[3 if letter == "i" else 8 for letter in row] for row in rows])
+
+
 READER = reader(image_token_id=3, audio_token_id=5)
 NUMBERS = torch.arange(40.0)[:, None]
 
@@ -230,9 +235,8 @@ def test_the_frame_spacing_of_videos_goes_with_them() -> None:
 def test_images_of_any_resolution_are_runs_of_tokens(rows: Sequence[str], counts: tuple[int, ...]) -> None:
     """A user trained LLaVA-NeXT, whose images take tokens by their shape, with two images in a row. With as many images
     as rows, each row got one image, which the model refused; otherwise, the batch was refused."""
-    ids = torch.tensor([[3 if letter == "i" else 8 for letter in row] for row in rows])
     images = torch.arange(4.0 * sum(counts)).view(-1, 2, 2)
-    data = {"input_ids": ids, "pixel_values": images, "image_sizes": torch.full((len(images), 2), 30)}
+    data = {"input_ids": ids_of(*rows), "pixel_values": images, "image_sizes": torch.full((len(images), 2), 30)}
     assert RowDims(READER).read(data).owners == {"pixel_values": counts, "image_sizes": counts}
 
 
@@ -240,8 +244,8 @@ def test_images_of_any_resolution_are_runs_of_tokens(rows: Sequence[str], counts
 def test_images_padded_to_the_most_of_a_row_go_with_their_row(text: str) -> None:
     """A user trained Idefics 3 with 2, 1, 1 and no images in four rows. Its processor stacks and pads the images of a
     row; as four images take equal numbers of tokens, they were split as if nothing were padded."""
-    ids = torch.tensor([[3 if letter == "i" else 8 for letter in row] for row in (text, "i...", "...i", "....")])
-    data = {"input_ids": ids, "pixel_values": torch.rand(4, 2, 3, 2, 2), "pixel_attention_mask": torch.ones(4, 2, 2, 2)}
+    images = {"pixel_values": torch.rand(4, 2, 3, 2, 2), "pixel_attention_mask": torch.ones(4, 2, 2, 2)}
+    data = {"input_ids": ids_of(text, "i...", "...i", "...."), **images}
     assert read_batch(READER, data).owners == {}
 
 
@@ -281,3 +285,21 @@ def test_media_of_nobody_are_not_cut() -> None:
         assert torch.equal(whole.data["pixel_values"], NUMBERS[:5])
         with pytest.raises(BatchError, match=r"pixel_values has 5 entries for 3 samples.*pass num_microbatches=1"):
             read.split(2)
+
+
+def test_videos_of_several_frames_go_with_their_row() -> None:
+    """A user trained Gemma 4 on text and videos. All frames are in one leaf, and `num_frames_per_video` has one entry
+    per video: every microbatch received all of it, so the model failed."""
+    frames = {"pixel_values_videos": NUMBERS[:4], "video_position_ids": torch.arange(8).view(4, 2)}
+    data = {"input_ids": rows_of(2, 0, 2, 0), **frames, "num_frames_per_video": torch.tensor([2, 2])}
+    read = RowDims(reader(video_token_id=3)).read(data)
+    assert read.owners == {**dict.fromkeys(frames, (2, 0, 2, 0)), "num_frames_per_video": (1, 0, 1, 0)}
+    parts = [part.data["num_frames_per_video"] for part in read.split(4)]
+    assert [None if part is None else part.tolist() for part in parts] == [[2], None, [2], None]
+
+
+def test_as_many_videos_as_rows_go_with_the_tokens_of_their_row() -> None:
+    """Gemma 4 on four rows with two, no, one and one videos: their frames were taken for those of one video per row."""
+    data = {"input_ids": rows_of(5, 0, 2, 1), "pixel_values_videos": NUMBERS[:8]}
+    read = RowDims(reader(video_token_id=3)).read({**data, "num_frames_per_video": torch.tensor([3, 2, 2, 1])})
+    assert read.owners == {"pixel_values_videos": (5, 0, 2, 1), "num_frames_per_video": (2, 0, 1, 1)}
