@@ -6,7 +6,8 @@ or the patches of all items, and its shape does not show which entries belong to
 1. The placeholder tokens of each sample, and the sizes of the items, determine each sample's number of items (`_items`)
    and of patches.
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
-   sizes of groups of consecutive items or patches: the numbers of frames of the videos (`_groups`).
+   sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
+   samples that have images (`_groups`).
 3. A leaf that the tokens do not determine is split by counts, one per sample (`num_local_patches`).
 
 Otherwise, the assignment is unknown, and the batch cannot be split.
@@ -109,7 +110,10 @@ def _groups(leaf: Tensor, counts: Counts) -> Counts | None:
     patches (the number of frames of a video), otherwise None. `counts`: each sample's number of items or patches."""
     if leaf.ndim != 1 or leaf.dtype not in INTEGERS or int(leaf.sum()) != sum(counts):
         return None
-    return _assign(leaf.tolist(), counts) if bool(leaf.gt(0).all()) else None
+    sizes = tuple(leaf.tolist())
+    if sizes == counts:  # a sample may have none
+        return (1,) * len(counts)
+    return _assign(sizes, counts) if all(size > 0 for size in sizes) else None
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> Counts | None:

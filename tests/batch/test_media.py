@@ -303,3 +303,24 @@ def test_as_many_videos_as_rows_go_with_the_tokens_of_their_row() -> None:
     data = {"input_ids": rows_of(5, 0, 2, 1), "pixel_values_videos": NUMBERS[:8]}
     read = RowDims(reader(video_token_id=3)).read({**data, "num_frames_per_video": torch.tensor([3, 2, 2, 1])})
     assert read.owners == {"pixel_values_videos": (5, 0, 2, 1), "num_frames_per_video": (2, 0, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("counts", "owners", "parts"),
+    [
+        ([2, 1], {"batch_num_images": (1, 1, 0)}, [[2], [1], None]),
+        ([2, 1, 0], {}, [[2], [1], [0]]),  # of a collator that also counts none
+        ([1, 1, 1], {"batch_num_images": (2, 1, 0)}, [[1, 1], [1], None]),  # of images in one list
+    ],
+)
+def test_counts_of_the_samples_with_images_go_with_these_samples(
+    counts: list[int], owners: dict[str, tuple[int, ...]], parts: list[list[int] | None]
+) -> None:
+    """A user trained LLaVA-OneVision, whose processor counts the images of each sample that has any, on three rows with
+    two, one and no images: every microbatch received the counts of all, and the model failed."""
+    data = {"input_ids": ids_of("i.iii.", "ii....", "......"), "pixel_values": NUMBERS[:3].view(3, 1, 1, 1)}
+    sizes = {"image_sizes": torch.full((3, 2), 30)}
+    read = RowDims(READER).read({**data, **sizes, "batch_num_images": torch.tensor(counts)})
+    assert read.owners == {**dict.fromkeys(["pixel_values", "image_sizes"], (2, 1, 0)), **owners}
+    of_rows = [part.data["batch_num_images"] for part in read.split(3)]
+    assert [None if part is None else part.tolist() for part in of_rows] == parts
