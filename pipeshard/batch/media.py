@@ -7,7 +7,7 @@ or the patches of all items, and its shape does not show which entries belong to
    and of patches.
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
-   samples that have images (`_groups`).
+   samples that have images (`_groups`). The entries of a mask may be groups of equally many patches.
 3. A leaf that the tokens do not determine is split by counts, one per sample (`num_local_patches`).
 
 Otherwise, the assignment is unknown, and the batch cannot be split.
@@ -95,6 +95,9 @@ def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
     if the leaf's entries are neither."""
     if groups := _groups(leaf, items) or _groups(leaf, patches):
         return groups
+    is_merged = sum(items) < len(leaf) < sum(patches) and len(leaf) != len(items)  # an entry for, say, 2 x 2 patches
+    if leaf.dtype == torch.bool and leaf.ndim == 1 and is_merged:
+        return _assign([1] * len(leaf), patches)
     if len(leaf) == sum(items):
         return items
     if len(leaf) == sum(patches):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -324,3 +325,30 @@ def test_counts_of_the_samples_with_images_go_with_these_samples(
     assert read.owners == {**dict.fromkeys(["pixel_values", "image_sizes"], (2, 1, 0)), **owners}
     of_rows = [part.data["batch_num_images"] for part in read.split(3)]
     assert [None if part is None else part.tolist() for part in of_rows] == parts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grid"),
+    [
+        ((4, 2), [(1, 4, 4), (1, 2, 4)]),
+        ((4, 0, 2), [(1, 4, 4), (1, 4, 2)]),
+        ((3, 0, 3, 2), [(1, 2, 6)] * 2 + [(1, 4, 2)]),
+    ],
+)
+def test_a_mask_of_merged_patches_goes_with_its_video(tokens: Sequence[int], grid: list[tuple[int, int, int]]) -> None:
+    """A user trained VideoLLaMA 3 on videos. Its mask has an entry for each four patches, and every microbatch received
+    all of it, or an error advised to split it into equal parts."""
+    count = sum(math.prod(size) for size in grid)
+    data = {"input_ids": rows_of(*tokens), "pixel_values_videos": NUMBERS[:count], "video_grid_thw": torch.tensor(grid)}
+    mask = torch.arange(count // 4) % 3 > 0
+    read = RowDims(reader(video_token_id=3)).read({**data, "video_compression_mask": mask})
+    parts = [part.data["video_compression_mask"] for part in read.split(len(tokens))]
+    expected = mask.split(list(tokens))
+    assert all(torch.equal(part, of_row) if len(of_row) else part is None for part, of_row in zip(parts, expected))
+
+
+def test_a_mask_of_the_rows_is_not_one_of_patches() -> None:
+    """Four rows with one, no, one and no images of eight patches each, and a mask of the rows with images."""
+    data = {"input_ids": rows_of(2, 0, 2, 0), "pixel_values": NUMBERS[:16], "has_image": torch.arange(4) % 2 == 0}
+    read = RowDims(READER).read({**data, "image_grid_thw": torch.tensor([(1, 2, 4)] * 2)})
+    assert [part.data["has_image"].tolist() for part in read.split(4)] == [[True], [False]] * 2
