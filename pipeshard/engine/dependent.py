@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import WHOLE_TENSOR, Criterion, raised
@@ -55,24 +54,37 @@ def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exceptio
     start, selection = sum(part.rows for part in parts[:i]), parts[i].selection
     rows = f"{start} to {start + parts[i].rows - 1}" if selection is None else ", ".join(map(str, selection.rows))
     rows = f"rows {rows}" if parts[i].rows > 1 else f"row {start if selection is None else rows}"
-    names = cut_inputs(batch)
     where = f" in {module}" if module else ""
-    doubtful = [name for name in names if name not in (IDS, MASK, LABELS)] or names
-    example = f"{{{doubtful[0]!r}: None}}" if doubtful else "{<name>: None}"
     who, remedy = ("criterion", f"{WHOLE_TENSOR}. ") if raised(error) else ("forward", "")
     return (
         f"the {who} fails for {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch of "
-        f"{batch.rows} rows: {type(error).__name__}{where}: {error}. {remedy}If an input contains row indices, pass "
-        "num_microbatches=1 to PipelinePlugin. If the first dimension of "
-        f"{'one of ' * (len(names) != 1)}{', '.join(names) or 'the inputs'} is not the batch dimension, pass "
-        f"batch_dims instead, for example batch_dims={example} to send the full tensor with every microbatch"
+        f"{batch.rows} rows: {type(error).__name__}{where}: {error}. {remedy}{_advice(batch)}"
     )
 
 
-def cut_inputs(batch: Batch) -> list[str]:
-    """The paths of the tensors that are split along their batch dimension."""
-    leaves = zip(batch.paths, batch.leaves, batch.row_dims, strict=True)
-    return [path for path, leaf, dim in leaves if dim is not None and isinstance(leaf, Tensor)]
+def _advice(batch: Batch) -> str:
+    """What to do if a microbatch fails: the likely causes, and the remedy for each."""
+    whole = [path for path, leaf in batch.tensors.items() if leaf.numel() > 1 and path not in batch.parted]
+    causes = [f"the entries of {', '.join(batch.owners)} are assigned to the wrong samples"] * bool(batch.owners)
+    causes += [f"entries of {', '.join(whole)} (not split) belong to samples"] * bool(whole)
+    causes += ["an input contains row indices"]
+    advice = f"If {', or if '.join(causes)}, pass num_microbatches=1 to PipelinePlugin"
+    if not (names := doubtful_inputs(batch)):
+        return advice
+    return (
+        f"{advice}. If the first dimension of {'one of ' * (len(names) > 1)}{', '.join(names)} is not the batch "
+        f"dimension, pass batch_dims instead, for example batch_dims={{{names[0]!r}: None}} to send the full tensor "
+        "with every microbatch"
+    )
+
+
+def doubtful_inputs(batch: Batch) -> list[str]:
+    """The paths of the tensors that are split along their batch dimension, except those with one entry per token, and
+    labels: their batch dimension is certain."""
+    ids = batch.tensors.get(IDS)
+    cut = [path for path, leaf in batch.tensors.items() if path in batch.parted and path not in batch.owners]
+    certain = [path for path in cut if ids is not None and batch.tensors[path].shape[:2] == ids.shape]
+    return [path for path in cut if path not in (IDS, MASK, LABELS, *certain)]
 
 
 class Dependents:

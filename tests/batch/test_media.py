@@ -257,6 +257,22 @@ def test_the_advice_for_a_microbatch_that_fails_does_not_name_the_ids() -> None:
     assert "for example batch_dims={'pixel_values': None}" in text
 
 
+def test_the_advice_for_a_microbatch_that_fails_names_images_that_may_go_with_others() -> None:
+    """Images that were split with the samples, and counts that were not, made a microbatch fail, and the advice named
+    input_ids or the types of tokens, which cannot be passed to every microbatch."""
+    ids = rows_of(2, 0, 4)
+    images = {"pixel_values": NUMBERS[:3]}
+    batch = read_batch(READER, {"input_ids": ids, "mm_token_type_ids": ids.eq(3).long(), **images, "labels": ids})
+    text = dependent_text(batch, [batch, batch], 0, ValueError("features and tokens do not match"))
+    assert text.endswith(
+        "do not match. If the entries of pixel_values are assigned to the wrong samples, or if an input contains "
+        "row indices, pass num_microbatches=1 to PipelinePlugin"
+    )
+    batch = read_batch(READER, {"input_ids": ids, "image_crops": torch.ones(7, dtype=torch.int64)})
+    text = dependent_text(batch, [batch, batch], 0, ValueError("features and tokens do not match"))
+    assert "If entries of image_crops (not split) belong to samples, or if" in text and "batch_dims" not in text
+
+
 def test_samples_taken_in_another_order_take_their_media_along() -> None:
     read = read_batch(READER, {"input_ids": rows_of(2, 0, 4), "pixel_values": NUMBERS[:3]})
     taken = read.take(torch.tensor([2, 0, 0]))
