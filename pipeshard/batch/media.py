@@ -66,7 +66,7 @@ def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
     if is_token is None or not len(is_token) or values is None:
         return {}
     areas = [1] * len(values) if sizes is None else [int(area) for area in sizes.long().prod(1).tolist()]
-    items = _items(areas, is_token, values if sizes is None else None)
+    items = _items(areas, is_token, values.shape[1] if sizes is None and values.ndim > 4 else None)
     if items is None:
         return {path: () for path, leaf in leaves.items() if len(leaf) in (len(areas), sum(areas))}
     edges = [0, *itertools.accumulate(items)]
@@ -75,19 +75,25 @@ def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
     return {path: counts for path, counts in owners.items() if counts and set(counts) != {1}}
 
 
-def _items(areas: Sequence[int], is_token: Tensor, unsized: Tensor | None) -> Counts | None:
+def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts | None:
     """The number of items of each sample, from the number of placeholder tokens or of runs of adjacent placeholder
-    tokens, or None if neither determines it. `unsized`: the items, if their areas are unknown."""
+    tokens, or None if neither determines it.
+
+    If `stack` is the largest number of images or tiles of a sample, the processor stacked and padded those of each
+    sample, which are then one item.
+    """
     begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
     tokens, runs = is_token.sum(1).tolist(), begins.sum(1).tolist()
     items = _assign(areas, tokens) or _assign([1] * len(areas), tokens)
     if items is None and sum(runs) == len(areas):
         items = tuple(runs)
-    # A processor that stacks the images of each sample pads them to the largest number of images or tiles.
-    is_stacked = unsized is not None and unsized.ndim > 4 and unsized.shape[1] in (max(runs), max(items or (0,)))
-    if len(areas) == len(tokens) and (items is None or is_stacked):
-        items = (1,) * len(tokens)
-    return items
+    if len(areas) != len(tokens):
+        return items
+    if items is None:
+        has_one_each = all(tokens) or not any(tokens) or stack is not None
+    else:
+        has_one_each = stack in (max(runs), max(items))
+    return (1,) * len(tokens) if has_one_each else items
 
 
 def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:

@@ -250,7 +250,7 @@ class RowDims:
         number of samples as its size or, if there is none, dimension 0 if its size is a multiple of this number.
         A dimension is excluded if its size in this or an earlier batch is neither that batch's number of samples nor
         (for dimension 0) a multiple of it."""
-        if batch.owners.get(path) and path != LABELS:  # labels: (s, b), or one row for each codebook
+        if path in batch.owners and path != LABELS:  # labels: (s, b), or one row for each codebook
             return None
         several = leaf.ndim > 0 and len(leaf) % batch.rows == 0
         other = self._other.setdefault((path, leaf.ndim), set())

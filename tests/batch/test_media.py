@@ -250,6 +250,12 @@ def test_images_padded_to_the_most_of_a_row_go_with_their_row(text: str) -> None
     assert read_batch(READER, data).owners == {}
 
 
+def test_stacked_images_of_rows_without_any_are_padding() -> None:
+    """Four rows of Mllama with two adjacent, one, no and no images, each of one token."""
+    data = {"input_ids": ids_of("ii..", "i...", "....", "...."), "pixel_values": torch.rand(4, 2, 4, 3, 2, 2)}
+    assert read_batch(READER, data).owners == {}
+
+
 def test_the_advice_for_a_microbatch_that_fails_does_not_name_the_ids() -> None:
     """A user whose images were split wrongly was advised to pass all of input_ids to every microbatch."""
     batch = read_batch(READER, {"input_ids": rows_of(2, 2), "pixel_values": NUMBERS[:2]})
@@ -368,3 +374,13 @@ def test_a_mask_of_the_rows_is_not_one_of_patches() -> None:
     data = {"input_ids": rows_of(2, 0, 2, 0), "pixel_values": NUMBERS[:16], "has_image": torch.arange(4) % 2 == 0}
     read = RowDims(READER).read({**data, "image_grid_thw": torch.tensor([(1, 2, 4)] * 2)})
     assert [part.data["has_image"].tolist() for part in read.split(4)] == [[True], [False]] * 2
+
+
+def test_a_row_without_placeholder_tokens_has_no_image() -> None:
+    """Four rows of LLaVA-NeXT with two adjacent, one, one and no images: each row received one image, and the model
+    failed instead of an error that says what to do."""
+    data = {"input_ids": ids_of("iiiii.", "ii....", "iii...", "......"), "pixel_values": NUMBERS[:4]}
+    with pytest.raises(BatchError, match=r"pixel_values has 4 entries for 4 samples.*pass num_microbatches=1"):
+        RowDims(READER).read(data).split(2)
+    data["input_ids"] = ids_of("iiiii.", "i.i...", "iii...", "i.....")  # in several runs, but one image each
+    assert RowDims(READER).read(data).owners == {}
