@@ -3,8 +3,9 @@
 Processors concatenate the media of all samples in one leaf. Its first dimension counts items (images, clips or frames),
 or the patches of all items, and its shape does not show which entries belong to which sample. For each kind of media:
 
-1. The placeholder tokens of each sample, and the sizes of the items, determine each sample's number of items (`_items`)
-   and of patches.
+1. The placeholder tokens of each sample determine its number of items (`_items`), and of their patches: the tokens are
+   proportional to the sizes of the items, or each run of adjacent tokens is one item, or all items have the same number
+   of tokens, or each sample has one item.
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
    samples that have images (`_groups`). The entries of a mask may be groups of equally many patches.
@@ -84,9 +85,9 @@ def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts 
     """
     begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
     tokens, runs = is_token.sum(1).tolist(), begins.sum(1).tolist()
-    items = _assign(areas, tokens) or _assign([1] * len(areas), tokens)
-    if items is None and sum(runs) == len(areas):
-        items = tuple(runs)
+    items = _assign(areas, tokens) if set(areas) != {1} else None  # 1: unknown
+    if items is None:  # a run has at least one item, so as many runs as items have one each
+        items = tuple(runs) if sum(runs) == len(areas) else _assign([1] * len(areas), tokens)
     if len(areas) != len(tokens):
         return items
     if items is None:

@@ -384,3 +384,10 @@ def test_a_row_without_placeholder_tokens_has_no_image() -> None:
         RowDims(READER).read(data).split(2)
     data["input_ids"] = ids_of("iiiii.", "i.i...", "iii...", "i.....")  # in several runs, but one image each
     assert RowDims(READER).read(data).owners == {}
+
+
+def test_as_many_runs_of_tokens_as_items_are_one_item_each() -> None:
+    """A user trained Qwen2-Audio on clips of fixed lengths, two of one token and one of four: as six tokens are three
+    times two, the clips were taken for ones of equal length, and a row received one clip too few."""
+    data = {"input_ids": ids_of("i.i...", "iiii.."), "input_features": NUMBERS[:3]}
+    assert read_batch(reader(audio_token_id=3), data).owners == {"input_features": (2, 1)}
