@@ -33,6 +33,8 @@ MEDIA = {
     "audio": ("audio", "input_features", "feature_", "speech"),
     "image": ("image", "pixel", "target_sizes", "spatial"),
 }
+TOKEN_KINDS = "mm_token_type_ids"  # the kind of each token: 0 for text, or one of these numbers
+KINDS = {"image": 1, "video": 2, "audio": 3}
 SIZES = "_thw", "_sizes", "_shapes", "_hws"  # suffixes of leaves that have one row of sizes per image
 
 # Registries of functions, by module of transformers, and the config fields that select a function of a registry.
@@ -161,7 +163,8 @@ def placeholder_token(model: nn.Module, kind: str) -> int | None:
     """The id of the token that represents each patch, frame or item of this kind of media, or None if the config has
     none."""
     config = config_of(model)
-    parts = config, getattr(config, "text_config", None), getattr(config, "thinker_config", None)
+    names = "text_config", "thinker_config", "vision_config", "audio_config"
+    parts = config, *(getattr(config, name, None) for name in names)
     tokens = (getattr(part, f"{kind}_token_{end}", None) for part in parts for end in ("id", "index"))
     return next((token for token in tokens if isinstance(token, int)), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -155,7 +156,16 @@ def test_placeholder_tokens() -> None:
     assert isinstance(hf.placeholder_token(audio, "audio"), int)
     omni = Configured(transformers.Qwen2_5OmniConfig())
     assert isinstance(hf.placeholder_token(omni, "audio"), int)  # in its thinker's part
+    phi = Configured(transformers.Phi4MultimodalConfig())
+    assert hf.placeholder_token(phi, "image") == phi.config.vision_config.image_token_id
+    assert hf.placeholder_token(phi, "audio") == phi.config.audio_config.audio_token_id
     assert hf.placeholder_token(llama(), "image") is None and hf.placeholder_token(nn.ReLU(), "image") is None
+
+
+def test_kinds_of_tokens() -> None:
+    assert hf.TOKEN_KINDS in parameters("Glm4vForConditionalGeneration") and hf.KINDS.keys() == hf.MEDIA.keys()
+    tokens = SimpleNamespace(**{f"{kind}_token_ids": [number] for kind, number in hf.KINDS.items()})
+    assert transformers.ProcessorMixin.create_mm_token_type_ids(tokens, [[1, 2, 3, 4]]) == [[1, 2, 3, 0]]
 
 
 def test_special_tokens() -> None:

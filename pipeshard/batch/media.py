@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.hf import IDS, MEDIA, SIZES, counts_items, media_kind, placeholder_token
+from pipeshard.hf import IDS, KINDS, MEDIA, SIZES, TOKEN_KINDS, counts_items, media_kind, placeholder_token
 
 INTEGERS = torch.int32, torch.int64
 Counts = tuple[int, ...]  # the number of entries of each sample
@@ -45,8 +45,16 @@ def _is_token(model: nn.Module, batch: Batch, kind: str) -> Tensor | None:
     """Whether each position of each sample has a placeholder token of this kind of media, or None if this is
     unknown."""
     ids = batch.by_sample(IDS) if IDS in batch.tensors else None
+    if ids is None or ids.ndim != 2:
+        return None
     token = placeholder_token(model, kind)
-    return ids.eq(token) if ids is not None and ids.ndim == 2 and token is not None else None
+    is_id = ids.eq(token) if token is not None else None
+    kinds = batch.by_sample(TOKEN_KINDS) if TOKEN_KINDS in batch.tensors else None
+    if kinds is None or kinds.shape != ids.shape or not bool((is_kind := kinds.eq(KINDS[kind])).any()):
+        return is_id
+    # Processors may also mark the tokens around an image, or use the image token for the frames of videos (GLM-4.5V).
+    is_both = is_kind.logical_and(is_id) if is_id is not None else is_kind
+    return is_both if bool(is_both.any()) else is_kind
 
 
 def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:

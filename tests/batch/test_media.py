@@ -391,3 +391,26 @@ def test_as_many_runs_of_tokens_as_items_are_one_item_each() -> None:
     times two, the clips were taken for ones of equal length, and a row received one clip too few."""
     data = {"input_ids": ids_of("i.i...", "iiii.."), "input_features": NUMBERS[:3]}
     assert read_batch(reader(audio_token_id=3), data).owners == {"input_features": (2, 1)}
+
+
+def test_types_of_tokens_tell_frames_from_images() -> None:
+    """GLM-4.5V has one token for images and for the frames of videos: a batch with videos was refused."""
+    ids = ids_of("i.ii..", "......", "ii.ii.")
+    types = torch.tensor([[1, 0, 2, 2, 0, 0], [0] * 6, [2, 2, 0, 2, 2, 0]])
+    images = {"pixel_values": NUMBERS[:4], "image_grid_thw": torch.tensor([(1, 2, 2)])}
+    videos = {"pixel_values_videos": NUMBERS[:24], "video_grid_thw": torch.tensor([(1, 2, 4), (2, 2, 4)])}
+    data = {"input_ids": ids, "mm_token_type_ids": types, **images, **videos}
+    read = read_batch(reader(image_token_id=3, video_token_id=4), data)
+    assert read.owners == {
+        "pixel_values": (4, 0, 0),
+        "image_grid_thw": (1, 0, 0),
+        "pixel_values_videos": (8, 0, 16),
+        "video_grid_thw": (1, 0, 1),
+    }
+
+
+def test_types_of_the_tokens_around_an_image_are_not_of_the_image() -> None:
+    """InternVL's processor also marks the tokens before and after each image (here 7)."""
+    ids = torch.tensor([[7, 3, 3, 7, 7, 3, 3, 7], [8, 8, 8, 8, 7, 3, 3, 7]])
+    data = {"input_ids": ids, "mm_token_type_ids": ids.ne(8).long(), "pixel_values": NUMBERS[:3]}
+    assert read_batch(READER, data).owners == {"pixel_values": (2, 1)}
