@@ -110,16 +110,15 @@ def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
     if the leaf's entries are neither."""
     if groups := _groups(leaf, items) or _groups(leaf, patches):
         return groups
-    is_merged = sum(items) < len(leaf) < sum(patches) and len(leaf) != len(items)  # an entry for, say, 2 x 2 patches
+    count, total = sum(items), sum(patches)
+    is_merged = count < len(leaf) < total and len(leaf) != len(items)  # an entry for, say, 2 x 2 patches
     if leaf.dtype == torch.bool and leaf.ndim == 1 and is_merged:
         return _assign([1] * len(leaf), patches)
-    if len(leaf) == sum(items):
-        return items
-    if len(leaf) == sum(patches):
-        return patches
-    side, remainder = divmod(leaf.shape[-1], sum(patches))  # (1, 3, p, patches x p): side by side
-    if len(leaf) == 1 and leaf.ndim == 4 and not remainder:
-        return tuple(side * count for count in patches)
+    if len(leaf) in (count, total):
+        return items if len(leaf) == count else patches
+    if len(leaf) == 1 and leaf.ndim == 4 and total > 0:  # (1, 3, p, patches x p): side by side
+        side, remainder = divmod(leaf.shape[-1], total)
+        return tuple(side * number for number in patches) if not remainder else None
     return None
 
 

@@ -414,3 +414,11 @@ def test_types_of_the_tokens_around_an_image_are_not_of_the_image() -> None:
     ids = torch.tensor([[7, 3, 3, 7, 7, 3, 3, 7], [8, 8, 8, 8, 7, 3, 3, 7]])
     data = {"input_ids": ids, "mm_token_type_ids": ids.ne(8).long(), "pixel_values": NUMBERS[:3]}
     assert read_batch(READER, data).owners == {"pixel_values": (2, 1)}
+
+
+def test_a_batch_may_have_a_leaf_of_no_images() -> None:
+    """A collator passed an empty tensor for three rows of text, next to another input of images, and reading the
+    batch failed with ZeroDivisionError."""
+    data = {"input_ids": rows_of(0, 0, 0), "pixel_values": torch.zeros(0, 3, 2, 2), "image_ids": torch.ones(5).long()}
+    parts = RowDims(READER).read(data).split(3)
+    assert all(part.data["pixel_values"] is None for part in parts)
