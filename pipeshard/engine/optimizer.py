@@ -242,11 +242,13 @@ class PipelineOptimizer(Optimizer):
         for group in self.optim.param_groups:
             keep(group, [k for k, p in enumerate(group["params"]) if p not in left])
             group["params"][:] = [became[p].master if p in became else p for p in group["params"]]
+        group_of = {parameter: group for group in self.optim.param_groups for parameter in group["params"]}
         for before in [p for p in self.optim.state if p in became or p in left]:
             state = self.optim.state.pop(before)
             if (weight := became.get(before)) is not None:
-                values = filled(self.optim, state, before.device)
-                self.optim.state[weight.master] = {k: converted(value, before, weight) for k, value in values.items()}
+                values, group = filled(self.optim, state, before.device), group_of.get(weight.master, {})
+                states = {key: converted(key, value, before, weight, group) for key, value in values.items()}
+                self.optim.state[weight.master] = states
         for before, weight in became.items():
             self.names.pop(before, None)
             self.names[weight.master] = weight.name

@@ -83,13 +83,16 @@ def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> 
     return {**state, **{key: torch.full_like(value, start[key], device=device) for key, value in blank.items()}}
 
 
-def converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:
-    """A state value of the tensor `before`, converted for the `master` of `weight`, which replaces this tensor. A value
-    on the tensor's device is moved to the device of `master` (the step count is usually on the host, and stays). A
-    value of the tensor's shape is cast if it has the tensor's dtype, and sharded if the tensor is unsharded."""
+def converted(key: str, value: Any, before: Tensor, weight: MasterWeight, group: Mapping[str, Any]) -> Any:
+    """A state value of the tensor `before`, converted for the `master` of `weight`, which replaces this tensor in
+    `group`. The value is moved to the device of `master`; a step count on the host stays there, unless the group is
+    fused or capturable (as in torch's load_state_dict). A value of the tensor's shape is cast if it has the tensor's
+    dtype, and sharded if the tensor is unsharded."""
     if not isinstance(value, Tensor):
         return value
     is_like = value.shape == before.shape
     dtype = weight.master.dtype if is_like and value.dtype is before.dtype else value.dtype
-    value = value.to(weight.master.device if value.device == before.device else value.device, dtype)
+    # Not decided by devices alone: boost has moved `before` without its states, which may all be on the host.
+    is_on_host = key == "step" and value.device != before.device and not (group.get("fused") or group.get("capturable"))
+    value = value.to(value.device if is_on_host else weight.master.device, dtype)
     return slice_like(value, weight.parameter) if is_like and before.shape == weight.parameter.shape else value

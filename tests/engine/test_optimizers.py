@@ -22,7 +22,9 @@ from torch import nn
 from pipeshard import PipelinePlugin, Policy
 from pipeshard.distributed.collectives import whole
 from pipeshard.engine.groups import replace_parameters
+from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.optimizer_hooks import give_hooks
+from pipeshard.engine.states import converted
 from pipeshard.errors import ConfigurationError
 from tests import zoo
 from tests.hunt.loops import Sides
@@ -283,6 +285,23 @@ def test_states_of_a_constructor_have_values(pool: Pool, tmp_path: Path) -> None
     assert largest_error(pool.run(of_meta, 2, str(tmp_path), Slow, True)) < 1e-6
     with pytest.raises(WorkerError, match="ConfigurationError: Slow created its state 'slow' in its constructor"):
         pool.run(of_meta, 2, str(tmp_path), Slow)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_states_from_before_boost_follow_the_parameter_to_its_device(kind: Any, fused: bool) -> None:
+    """Boost moves a model from the CPU to the GPU, but states that Adagrad creates in its constructor, or that were
+    loaded, stayed on the CPU: the first step raised torch's error about devices. Here, meta stands for the GPU."""
+    parameter = nn.Parameter(torch.ones(4, 2))
+    optimizer = kind([parameter], fused=fused)
+    parameter.grad = torch.ones(4, 2)
+    optimizer.step()
+    (group,), states = optimizer.param_groups, optimizer.state[parameter]
+    moved = nn.Parameter(parameter.detach().to("meta"))
+    weight = MasterWeight("weight", moved, 1)
+    devices = {key: converted(key, value, moved, weight, group).device.type for key, value in states.items()}
+    assert devices.pop("step") == ("meta" if fused else "cpu")
+    assert len(devices) > 0 and {*devices.values()} == {"meta"}
 
 
 def refused(options: dict[str, Any], name: str) -> str:
