@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import pipeshard
 from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
+from pipeshard.engine.division import traced
 from pipeshard.entry import Engine
 from pipeshard.errors import ConfigurationError, PipeshardError
 from pipeshard.graph.trace import trace
@@ -148,6 +149,60 @@ def test_what_a_criterion_does_not_train_is_no_weight_of_its_own(make: Callable[
     """A frozen discriminator, a teacher and leaves that the criterion makes itself stay exact."""
     model = net()
     assert trace(model, read_batch(model, batch()), make()).loss is not None
+
+
+class OnGpu(Tensor):
+    """A tensor on a fake GPU, which is in the CPU's memory: a loss refuses it beside tensors of the CPU."""
+
+    memory: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> OnGpu:
+        made = tensor.as_subclass(cls)
+        made.memory = made.data_ptr()
+        return made
+
+    @property
+    def is_there(self) -> bool:
+        return self.data_ptr() == self.memory
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0" if self.is_there else "cpu")
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return OnGpu.of(self.detach()) if self.is_there else self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.to:
+                return args[0].clone()
+            if func is F.cross_entropy and kwargs["weight"].is_there:
+                raise RuntimeError("Expected all tensors to be on the same device")
+            return func(*args, **(kwargs or {}))
+
+
+def test_class_weights_on_the_gpu_are_traced_beside_a_model_on_the_cpu() -> None:
+    """Boost traces the model before it moves the model to the GPU: class weights that were there already, as each step
+    needs them, raised torch's error about devices, with advice about tensors of the whole batch."""
+    weights = OnGpu.of(torch.ones(CLASSES))
+    model, gpu = net()[:1].append(nn.Linear(16, CLASSES)), torch.device("cuda:0")
+    loss = nn.CrossEntropyLoss(weight=weights)
+    config = PipelineConfig(pp_size=1, num_microbatches=1)
+
+    def criterion(scores: Tensor, batch: Any) -> Tensor:
+        return loss(scores, batch["criterion.y"])
+
+    _, flow = traced(config, model, read_batch(model, batch()), criterion, (), gpu)
+    assert flow.loss is not None
+    assert weights.is_there
 
 
 def test_the_proof_leaves_what_a_criterion_reaches_as_it_was() -> None:

@@ -1,8 +1,8 @@
 """Division: traces a model on a sample batch, and splits the model across the ranks."""
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -14,8 +14,11 @@ from pipeshard.distributed.agreement import compare_ranks
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.kinds import device_of_glue
 from pipeshard.graph.lone import Lone
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.trace import trace
+from pipeshard.split.materialize import is_released
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy, find_policy
 
@@ -30,7 +33,7 @@ def traced(
 ) -> tuple[Batch, Dataflow]:
     """Trace the full model on `sample` or, if that fails, on its first microbatch. Returns the traced batch and the
     Dataflow."""
-    with Lone.of(config.pp_size):
+    with Lone.of(config.pp_size), beside_glue(criterion, model, device, device_of_glue(model, sample)):
         try:
             return sample, trace(model, sample, criterion, cuts=cuts, device=device)
         except TraceError as error:  # the model may accept only as many samples as a microbatch has
@@ -38,6 +41,23 @@ def traced(
             with suppress(TraceError):
                 return sample, trace(model, sample, criterion, cuts=cuts, device=device)
             raise error from None
+
+
+@contextmanager
+def beside_glue(
+    criterion: Criterion | None, model: nn.Module, device: torch.device, of_glue: torch.device
+) -> Iterator[None]:
+    """Context manager in which the criterion's tensors on this rank's `device`, such as class weights, are on the
+    device `of_glue`. A step calls the criterion on `device`, but boost traces the model before it moves the model."""
+    held = Snapshot({"the criterion": criterion}, without=(model,)).tensors if device != of_glue else ()
+    moved = {tensor: tensor.data for *_, tensor, _ in held if tensor.device == device and not is_released(tensor)}
+    for tensor, data in moved.items():
+        tensor.data = data.to(of_glue)
+    try:
+        yield
+    finally:
+        for tensor, data in moved.items():
+            tensor.data = data
 
 
 def divided(

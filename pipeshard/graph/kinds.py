@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeshard.batch.batch import Batch
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.nodes import reached
@@ -56,6 +57,12 @@ from pipeshard.private import (
 Location = tuple[Path, Any]  # the path of a holder, and a key of its content
 Own = tuple[tuple[str, tuple[Any, ...]], ...]  # names and values of a unit's own tensors
 FEW = 16  # the maximum number of elements of a tensor in Own
+
+
+def device_of_glue(model: nn.Module, batch: Batch) -> torch.device:
+    """The device on which a trace runs the glue of `model`: the model's, or the batch's if the model is on meta."""
+    devices = (*(parameter.device for parameter in model.parameters()), batch.device)
+    return next(device for device in devices if device.type != "meta")
 
 
 class Settings:

@@ -23,7 +23,7 @@ from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.forward_error import forward_error
-from pipeshard.graph.kinds import Kind, Kinds, UnitCall
+from pipeshard.graph.kinds import Kind, Kinds, UnitCall, device_of_glue
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.operators import casting, tensors_in
 from pipeshard.graph.preserve import as_trained
@@ -71,8 +71,7 @@ class Tracer:
     ) -> None:
         self.model, self.criterion, self.meter, self.draw = model, criterion, meter, draw
         self.units = find_units(model, cuts)
-        devices = (*(parameter.device for parameter in model.parameters()), sample.device)
-        self.device = next(device for device in devices if device.type != "meta")
+        self.device = device_of_glue(model, sample)
         self.kinds = Kinds(self.units, self.device, device or self.device, meter, lent)
         self.apart = {id(module): name for name, module in modules_apart(model, self.units)}
         self.python_random = self.counts_results = False
