@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -840,6 +841,31 @@ def plain_module() -> bool:
     plugin = PipelinePlugin(2, num_microbatches=1, dry_run_input=(torch.randn(2, 4),), verify=False)
     split, *_ = plugin.configure(model, criterion=lambda output, batch: output.sum())
     return hasattr(split, "generate")
+
+
+def broadcast_by(rank: int, output: Any, of_last: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a rank of two broadcasts for the output of the last rank, whose message is `of_last`."""
+    policy = SimpleNamespace(placement=[0, 1])
+    pipeline: Any = SimpleNamespace(rank=rank, last_rank=1, policy=policy, device=torch.device("meta"), group=None)
+    entry: Any = SimpleNamespace(leaves=[], data={})
+    tensors: list[Tensor] = []
+
+    def gathered(said: Any, group: None) -> list[Any]:
+        of_last.update(said if rank == 1 else {})
+        return [{"caches": []}, of_last]
+
+    with replaced(forward, _gathered=gathered, broadcast_bytes=lambda tensor, *_: tensors.append(tensor)):
+        forward.Forward(pipeline)._share(output, entry, [])
+    return tensors
+
+
+def test_all_ranks_broadcast_a_tensor_of_the_output_from_the_same_kind_of_device() -> None:
+    """With NCCL, generate hung if an output contained a tensor on the CPU, such as a counter: the last rank broadcast
+    it with gloo, and the others received it on their GPUs, with NCCL. Here, meta stands for the GPU."""
+    said: dict[str, Any] = {}
+    sent = broadcast_by(1, {"calls": torch.tensor(1), "logits": torch.zeros(2, 3, device="meta")}, said)
+    received = broadcast_by(0, None, said)
+    assert [tensor.device.type for tensor in received] == [tensor.device.type for tensor in sent] == ["cpu", "meta"]
 
 
 def test_a_model_that_does_not_generate_has_no_generate(pool: Pool) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.tree import field_of
-from pipeshard.distributed.collectives import as_bytes, broadcast_bytes, gather
+from pipeshard.distributed.collectives import CPU, as_bytes, broadcast_bytes, gather
 from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.p2p import P2P, wait_for
 from pipeshard.distributed.progress import own_progress
@@ -341,7 +341,7 @@ class Forward:
 
             def put(tensor: Tensor) -> Any:
                 tensors.append(tensor.detach().contiguous())
-                return spec_of(tensor)
+                return [*spec_of(tensor), tensor.device.type]
 
             said["output"] = describe(output, put, names)
         of_ranks = _gathered(said, self.group)
@@ -352,7 +352,9 @@ class Forward:
         if pipeline.rank != last:
 
             def get(spec: Any) -> Tensor:
-                tensors.append(torch.empty(spec[0], dtype=dtype_of(spec[1]), device=pipeline.device))
+                # The device of a tensor decides which process group broadcasts it, on every rank.
+                device = CPU if spec[2] == "cpu" else pipeline.device
+                tensors.append(torch.empty(spec[0], dtype=dtype_of(spec[1]), device=device))
                 return tensors[-1]
 
             output = restore(of_ranks[last]["output"], get, known)
