@@ -319,13 +319,17 @@ class Precision:
         """Context manager for forwards: torch.autocast, if requested."""
         return torch.autocast(self.device.type, self.dtype) if self.autocasts else nullcontext()
 
+    def shares_casts(self, flows: Collection[Dataflow]) -> bool:
+        """Whether all forwards of a step share one autocast copy of each parameter: False if autocast is off, if a
+        forward writes to parameters, or if `casts_have_graphs()` is False."""
+        kinds = {place.kind for flow in flows for place in flow.carried}
+        return self.autocasts and not kinds & {"parameter", "settled"} and casts_have_graphs()
+
     @contextmanager
     def sharing_casts(self, flows: Collection[Dataflow]) -> Iterator[None]:
         """Context manager for a step's actions: all forwards share one autocast copy of each parameter, instead of one
-        copy for each microbatch in flight. Does nothing if autocast is off, if a forward writes to parameters, or if
-        `casts_have_graphs()` is False."""
-        kinds = {place.kind for flow in flows for place in flow.carried}
-        if not self.autocasts or kinds & {"parameter", "settled"} or not casts_have_graphs():
+        copy for each microbatch in flight, if `shares_casts`."""
+        if not self.shares_casts(flows):
             yield
             return
         torch.autocast_increment_nesting()  # torch clears its cache of casts when the outermost context exits

@@ -130,17 +130,18 @@ class Seen:
 class Offload:
     """Offloads the activations of a rank's stages, except the activations of the running action and of the next B or W.
 
-    Not offloaded: weights and buffers, small tensors, tensors on other devices, sparse tensors, tensor subclasses other
-    than DTensor, lazily conjugated or negated tensors, and storages that another microbatch or stage has already saved
-    (copying would not free these storages).
+    Not offloaded: weights and buffers, casts of weights that microbatches share, small tensors, tensors on other
+    devices, sparse tensors, tensor subclasses other than DTensor, lazily conjugated or negated tensors, and storages
+    that another microbatch or stage has already saved (copying would not free these storages).
     """
 
     def __init__(self, transfer: CudaTransfer, device: torch.device) -> None:
         self.transfer, self.device = transfer, device
 
-    def begin(self, actions: Sequence[Action], held: Iterable[Tensor]) -> None:
-        """Prepare a training step that runs `actions`; `held` are the weights and buffers, which are not offloaded."""
-        self._residences = residences(actions)
+    def begin(self, actions: Sequence[Action], held: Iterable[Tensor], shares_casts: bool = False) -> None:
+        """Prepare a training step that runs `actions`; `held` are the weights and buffers, which are not offloaded.
+        With `shares_casts`, autocast keeps its casts of weights until the end of the step."""
+        self._residences, self._shares_casts = residences(actions), shares_casts
         self._held = {local(tensor.detach()).untyped_storage()._cdata for tensor in held}
         self._seen: dict[int, Seen] = {}
         self._blocks: dict[Holding, list[weakref.ref[Block]]] = {}
@@ -194,7 +195,8 @@ class Offload:
                 block.load()
 
     def _save(self, holding: Holding, tensor: Tensor) -> Saved:
-        return Saved(tensor, self._block(holding, local(tensor)))
+        is_shared = self._shares_casts and is_cast_of_weight(tensor)  # a copy on the host would not free its memory
+        return Saved(tensor, None if is_shared else self._block(holding, local(tensor)))
 
     def _block(self, holding: Holding, tensor: Tensor) -> Block | None:
         """Return the host copy of the tensor's storage, or None if the storage stays on the device."""
@@ -213,6 +215,14 @@ class Offload:
             block = seen.blocks[tensor._version] = Block(self.transfer, storage)
             self._blocks.setdefault(holding, []).append(weakref.ref(block))
         return block
+
+
+def is_cast_of_weight(tensor: Tensor) -> bool:
+    """Whether a tensor, or the tensor of which it is a view, is an nn.Parameter that was cast to another dtype."""
+    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
 def _replace(pending: list[Gradients], kind: type, by: Callable[[Any], Any]) -> None:

@@ -16,6 +16,7 @@ from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.sliced import SlicedMicrobatch, SlicedStage
 from pipeshard.engine.stage import Microbatch, NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
+from pipeshard.graph.dataflow import Dataflow
 from pipeshard.schedule.program import Program
 from pipeshard.split.policy import Policy
 
@@ -89,8 +90,8 @@ class Stages:
                 stage.begin(microbatches, criterion, train, outputs, scale, program.splits(stage.index))
         self.carry.begin([microbatch.route for stage in self.running for microbatch in stage.microbatches])
         if train and self.offload is not None:
-            buffers = self.policy.model.buffers()
-            self.offload.begin(program.ranks[self.policy.stage], [*self.held.values(), *buffers])
+            held = [*self.held.values(), *self.policy.model.buffers()]
+            self.offload.begin(program.ranks[self.policy.stage], held, self.precision.shares_casts(self._flows()))
 
     def end(self) -> None:
         """Discard all state of the step except its losses."""
@@ -98,6 +99,10 @@ class Stages:
             stage.end()
         if self.offload is not None:
             self.offload.end()
+
+    def _flows(self) -> list[Dataflow]:
+        """The Dataflows of the step's forwards."""
+        return [microbatch.route.flow for stage in self.running for microbatch in stage.microbatches]
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -107,11 +112,10 @@ class Stages:
         splits = any(stage.splits for stage in self.running)
         lookups = not splits and self.config.defers and torch.is_grad_enabled()
         later = self.config.deferred_batch_norm
-        flows = [microbatch.route.flow for stage in self.running for microbatch in stage.microbatches]
         with (
             self.deferral.installed(lookups=lookups) if splits or lookups else nullcontext(),
             deferred(self.policy.held_units.values(), self.policy.replay) if later else nullcontext(),
-            self.precision.sharing_casts(flows),
+            self.precision.sharing_casts(self._flows()),
         ):
             try:
                 yield

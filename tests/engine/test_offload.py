@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import local
 from pipeshard.engine import stages
+from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.offload import SMALL, Offload, transfer_of
 from pipeshard.schedule import SCHEDULES, Kind, make_program
 from pipeshard.schedule.residence import most_on_host, residences, resident
@@ -294,6 +295,23 @@ def test_weights_stay() -> None:
         y = layer(x)
     assert device.stores == 0
     y.sum().backward()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_casts_that_microbatches_share_stay(shares: bool) -> None:
+    """With `autocast=True`, the 16-bit copy of every weight went to the host and back in each step, and was twice on
+    the GPU in between: autocast's cache keeps it until the end of the step."""
+    device, (actions,), layer = Device(), make_program("gpipe", 1, 3).ranks, nn.Linear(64, 64)
+    precision = Precision("bf16", autocast=True, device=torch.device("cpu"))
+    offload = Offload(device, torch.device("cpu"))
+    offload.begin(actions, layer.parameters(), shares_casts=shares)
+    x = torch.ones(2, 64, requires_grad=True)  # small
+    sharing = precision.sharing_casts([]) if shares else contextlib.nullcontext()
+    with sharing, offload.saving(1, 0), precision.running():
+        y = layer(x)
+    assert device.stores == (0 if shares else 1)
+    y.sum().backward()
+    assert layer.weight.grad is not None
 
 
 def test_bad_input() -> None:
