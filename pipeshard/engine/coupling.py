@@ -26,6 +26,7 @@ from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.updates import Updates, is_sampled
 from pipeshard.ghost import Ghost
 from pipeshard.graph.operators import COLLECTIVES, SCALAR, draws, mutated, tensors_in
+from pipeshard.graph.rng import generator_of
 from pipeshard.graph.storage import storage_of
 from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below, modes_entered
 
@@ -234,8 +235,8 @@ class Coupling:
         seeded gets a new Stream."""
         tensor = next(tensors_in([args]), None)
         device = torch.device(kwargs.get("device") or (tensor.device if tensor is not None else "cpu"))
-        default = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-        generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), default)
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
+        generator = next(given, None) or generator_of(device)
         fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
         if id(generator) not in self._streams or torch.equal(generator.get_state(), fresh.get_state()):
             self._drawn += 1

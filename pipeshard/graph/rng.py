@@ -22,6 +22,14 @@ def no_draw(place: int) -> None:
     """Seed nothing at this position."""
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """torch's generator of a GPU (the current GPU if `device` has no index), or of the CPU for any other device."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()  # creates the generators of all GPUs
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
 class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so a dropout mask does not
     depend on the number of stages. In a forward-only call, the hash also contains the number of forward-only calls
@@ -35,7 +43,7 @@ class Randomness:
     def __init__(self, device: torch.device) -> None:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
-            self.generators.append(torch.cuda.default_generators[device.index])
+            self.generators.append(generator_of(device))
         self.model = 0  # number of the model among the plugin's models
         self._key: tuple[int, ...] = (0, 0, 0)
         self._first = 0

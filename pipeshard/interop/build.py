@@ -371,12 +371,9 @@ def build(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device with an explicit index for CUDA, as in `tensor.device`. Initializes CUDA, which creates the GPUs'
-    random generators."""
-    if device.type != "cuda":
-        return device
-    torch.cuda.init()
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    """The device with an explicit index for CUDA, as in `tensor.device`."""
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 def partition(

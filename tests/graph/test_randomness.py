@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from colossalai.booster import Booster
 from torch import nn
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
+from pipeshard.graph.rng import Randomness
 from tests import zoo
 from tests.covering import covering
 from tests.pool import Pool
@@ -161,3 +163,17 @@ def turned_on_later() -> list[float]:
     before = float(split.backward(zoo.batch("gpt2"))["loss"])
     with_dropout(model)
     return [before, float(split.backward(zoo.batch("gpt2"))["loss"])]
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:0", 0), ("cuda", 1)])
+def test_the_generators_of_gpus_are_there_before_anything_else_uses_a_gpu(device: str, index: int) -> None:
+    """profile_units(..., "cuda:0") ended with IndexError: torch has no generators of GPUs until CUDA is initialized.
+    Where the device had no index, GPU 0's generator was taken for that of the current GPU."""
+    gpus = [torch.Generator() for _ in range(2)]
+    generators: list[torch.Generator] = []
+    with (
+        mock.patch("torch.cuda.default_generators", generators),
+        mock.patch("torch.cuda.init", lambda: generators.extend(gpus)),
+        mock.patch("torch.cuda.current_device", lambda: 1),
+    ):
+        assert Randomness(torch.device(device)).generators == [torch.default_generator, gpus[index]]
