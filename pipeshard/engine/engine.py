@@ -129,7 +129,8 @@ class Pipeline:
         self.forwards = 0  # forward-only calls since the last training step
         self.synchronizes = True  # False under no_sync
         self.uncuts = False  # whether a forward whose outputs cannot be merged runs each batch as one microbatch
-        # On a GPU, the next step checks whether a loss that was not requested is NaN, to avoid a device sync.
+        # On a GPU, the next step checks whether a loss that was not requested is NaN, in the message that it sends
+        # anyway: reductions of gradients may still run when this step ends.
         self.looks_at_once = self.device.type == "cpu"
         self.padding = ""  # how slices of padded samples differ from unsliced samples; empty if they do not
         self._unseen: Unseen | None = None

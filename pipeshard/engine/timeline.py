@@ -2,7 +2,7 @@
 
 A host queues work on its GPU and continues, so the host's clock shows when an action was launched, not when it ran.
 Waiting for the device in every action would change the measurement. Instead, events are recorded between kernels, and
-are read after the step. The events also show how far the GPU is behind the host.
+are read at the end of the step. The events also show how far the GPU is behind the host.
 """
 
 import functools
@@ -80,7 +80,7 @@ class Timeline:
             self._catch_up(MAX_AHEAD)
 
     def end(self) -> None:
-        """Wait for the GPU, and compute the times of the step."""
+        """Wait for the GPU, so that errors of its last actions are raised here, and compute the times of the step."""
         self._catch_up(0)
         at = self._host_time()
         for moments in self._moments:
