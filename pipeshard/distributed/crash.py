@@ -48,7 +48,9 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None, run:
     now, names = time.monotonic(), {thread.ident: thread.name for thread in threading.enumerate()}
     memory = {"resident": psutil.Process().memory_info().rss, "of the host": psutil.virtual_memory().total}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        memory |= {"allocated": torch.cuda.memory_allocated(), "allocated at most": torch.cuda.max_memory_allocated()}
+        gpus = range(torch.cuda.device_count())  # in the watch's threads, the current GPU is GPU 0, not the rank's
+        memory["allocated"] = sum(map(torch.cuda.memory_allocated, gpus))
+        memory["allocated at most"] = sum(map(torch.cuda.max_memory_allocated, gpus))
     return {
         "rank": rank,
         "name": name,

@@ -479,6 +479,22 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
         list(crash.page(tmp_path))
 
 
+def test_a_report_has_the_memory_of_the_rank_s_gpu() -> None:
+    """The reports of all ranks but the first said that nothing was allocated on their GPUs: the thread that writes a
+    report has GPU 0 as its current GPU."""
+    fault = Fault(RAISED, 1, "rank 1 (stage 1)")
+    of_gpus = (0, 5)
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.is_initialized", lambda: True),
+        mock.patch("torch.cuda.device_count", lambda: 2),
+        mock.patch("torch.cuda.memory_allocated", lambda gpu=0: of_gpus[gpu]),
+        mock.patch("torch.cuda.max_memory_allocated", lambda gpu=0: 2 * of_gpus[gpu]),
+    ):
+        memory = crash.report(1, "rank 1 (stage 1)", fault, None)["memory"]
+    assert (memory["allocated"], memory["allocated at most"]) == (5, 10)
+
+
 def test_a_rank_that_was_killed_is_named_by_the_others(tmp_path: Path) -> None:
     fault = Fault("gone", 1, "rank 1 (stage 1)", message="rank 1 (stage 1) is gone")
     (tmp_path / "rank-0.json").write_text(json.dumps(crash.report(0, "rank 0 (stage 0)", fault, None)))
