@@ -28,15 +28,15 @@ from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof
 WIDTH = 80
 
 
-def show(plan: Plan, console: Console | None = None, slices: bool = False) -> None:
+def show(plan: Plan, console: Console | None = None, slices: bool = False, advice: str = "") -> None:
     """Print a plan: the stages, the schedules and the recommendation. With `slices`, also print the effect of the
-    number of slices."""
+    number of slices. `advice` is how to train with the plan's cuts if they are not those of its partition."""
     console = console or Console(width=WIDTH, highlight=False)
-    for part in render(plan, slices):
+    for part in render(plan, slices, advice or f"Pass partition={plan.cuts} to PipelinePlugin."):
         console.print(part)
 
 
-def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
+def render(plan: Plan, slices: bool, advice: str) -> Iterator[RenderableType]:
     """Yield the lines and tables of the output, from top to bottom."""
     shapes = ", ".join(f"{path} {'×'.join(map(str, shape))}" for path, shape in plan.microbatch.items())
     devices = plan.devices
@@ -60,6 +60,8 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     yield _times(plan)
     yield Text()
     yield _schedules(plan)
+    if any(estimate.moved for estimate in plan.schedules):
+        yield Text(f"*: with other cuts than those of partition {plan.partition}, which do not fit")
     lead = ""
     if slices:
         found = plan.in_slices()
@@ -68,8 +70,8 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
         best = min(found, key=lambda one: one.time).n
         lead = f"{best} slices take the least time. Without slices, " if best > 1 else "Slices take no less time. "
     yield Text(f"\n{lead}{plan.reason}", style="bold", justify="left", overflow="fold")
-    if devices.are_unequal:
-        yield Text(f"Pass partition={plan.cuts} to PipelinePlugin.")
+    if devices.are_unequal or plan.estimate.moved:
+        yield Text(advice)
 
 
 def _memory(plan: Plan) -> Table:
@@ -147,7 +149,7 @@ def _line(plan: Plan, estimate: Estimate) -> list[str]:
         return [estimate.name, *["-"] * (5 + _has_speed(plan)), UNUSABLE]
     speed = [f"{plan.tokens / estimate.time:,.0f}"] if _has_speed(plan) else []
     time = f"{_digits(estimate.time)} s" if plan.unit == "seconds" else f"{estimate.time / plan.num_microbatches:.3f}"
-    fits = {None: "", True: "yes", False: "no"}[estimate.fits]
+    fits = {None: "", True: "yes", False: "no"}[estimate.fits] + "*" * estimate.moved
     mark = "recommended" if estimate.name == plan.recommended else ""
     peak = format_bytes(estimate.peak)
     return [estimate.name, time, *speed, f"{estimate.bubble:.1%}", str(estimate.fullest), peak, fits, mark]

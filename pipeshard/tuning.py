@@ -163,7 +163,8 @@ def plan(kind: str, settings: Namespace) -> None:
     from pipeshard.planner.devices import Devices
 
     made, is_sliced = planned(settings), settings.num_slices != "1"
-    show(made, slices=is_sliced)
+    cuts = ",".join(map(str, made.cuts))
+    show(made, slices=is_sliced, advice=f"Set partition={cuts}: training does not move the cuts to fit.")
     if is_sliced and settings.device_memory:
         limits = Devices.parse(settings.pp, settings.device_memory).memory
         refuse_large([found.memory for found in made.in_slices()], limits)

@@ -274,6 +274,24 @@ def test_unequal_ranks_are_shown_with_what_to_pass() -> None:
 
 
 @pytest.mark.turns
+def test_cuts_that_were_moved_are_shown_with_what_to_pass() -> None:
+    """A plan "fits" with cuts that it had moved, and nothing said so: training with partition="auto" ran out of
+    memory."""
+    asked = [*MODEL, *SIZES, "num_hidden_layers=8", "--seq-len", "128", "--schedule", "1f1b"]
+    whole = json.loads(invoke(*asked, "--json", "-").output)
+    peak = max(memory["total"] for memory in next(e for e in whole["schedules"] if e["schedule"] == "1f1b")["memory"])
+    roomy, tight = (invoke(*asked, "--device-memory", str(limit)).output for limit in (peak, peak - 1))
+    plan = json.loads(invoke(*asked, "--device-memory", str(peak - 1), "--json", "-").output)
+    assert plan["counts"] != whole["counts"]
+    rows = [next(line for line in each.splitlines() if line.startswith("1f1b")) for each in (roomy, tight)]
+    assert [row.split()[6] for row in rows] == ["yes", "yes*"]
+    assert "Pass partition=" not in roomy and tight.endswith(f"Pass partition={plan['counts']} to PipelinePlugin.\n")
+    assert "*: with other cuts than those of partition auto" in tight
+    passed = ["--partition", ",".join(map(str, plan["counts"])), "--device-memory", str(peak - 1)]
+    assert json.loads(invoke(*asked, *passed, "--json", "-").output)["stages"] == plan["stages"]
+
+
+@pytest.mark.turns
 def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
     result = invoke(*MODEL, *SIZES, "--device-memory", "100kB")
     assert result.exit_code == 1

@@ -806,6 +806,21 @@ def test_several_machines_need_an_address(tmp_path: Path) -> None:
 
 
 @pytest.mark.turns
+def test_cuts_that_a_plan_has_moved_are_to_be_set(tmp_path: Path) -> None:
+    """`--dry_run` with device_memory exited with 0 for cuts that training does not use, and did not name them."""
+    asked = ["sft", "--config", toy(tmp_path, model=zoo.build("llama", layers=8)), "--dry_run", "--max_length=16"]
+    read = recipe.read("sft", asked[1:])
+    peak = tuning.planned(read).estimate.peak
+    read.device_memory = str(peak - 1)
+    cuts = ",".join(map(str, tuning.planned(read).cuts))
+    advice = f"Set partition={cuts}: training does not move the cuts to fit.\n"
+    assert said(*asked, f"--device_memory={peak - 1}").output.endswith(advice)
+    assert "Set partition" not in said(*asked, f"--device_memory={peak}").output
+    settled = said(*asked, f"--device_memory={peak - 1}", f"--partition={cuts}")
+    assert settled.exit_code == 0 and "Set partition" not in settled.output
+
+
+@pytest.mark.turns
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 def test_a_recipe_has_a_plan(name: str) -> None:
     """The largest with fewer layers, each of which takes seconds to plan."""

@@ -283,18 +283,20 @@ class Candidate:
     """The model cut into the stages of `program`.
 
     A partition given as a rule, such as "auto", is replaced with one that fits, if a rank would exceed its limit and
-    such a partition is found. Raises PartitionError if the model cannot be cut.
+    such a partition is found; `moved` is then True. Raises PartitionError if the model cannot be cut.
     """
 
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:
         self.subject, self.program, self.num_model_chunks = subject, program, num_model_chunks
         self.cut(subject.partition)
+        self.moved = False
         limits, by_name = subject.devices.memory, isinstance(subject.partition, str)
         if limits and by_name and not self.fits:
             weights, speeds = self.policy.weights(len(program.placement)), self.policy.speeds
             counts = fit(program, weights, forbidden_cuts(subject.flow), subject.footprint, limits, speeds)
-            if counts is not None:
+            if counts is not None and counts != self.counts:
                 self.cut(counts)
+                self.moved = True
 
     def cut(self, partition: Cuts) -> None:
         """Cut the model by `partition`, and compute the memory of each rank."""
@@ -364,6 +366,7 @@ class Candidate:
             tuple(self.counts),
             tuple(self.memory),
             self.fits,
+            self.moved,
         )
 
     @cached_property

@@ -103,8 +103,8 @@ class Estimate:
     """The estimate of one schedule: the time of a step, the idle share of all ranks' time, and the memory of each rank.
 
     `counts` is the number of unit calls of each stage. `fits` is whether every rank stays within its memory limit
-    (None: no limit). If the model cannot be cut for this schedule, `problem` is the reason, and the fields from `time`
-    to `fits` are not set.
+    (None: no limit), and `moved` whether `counts` differs from the requested partition, which does not fit. If the
+    model cannot be cut for this schedule, `problem` is the reason, and the fields from `time` to `moved` are not set.
     """
 
     schedule: str
@@ -114,6 +114,7 @@ class Estimate:
     counts: tuple[int, ...] = ()
     memory: tuple[Memory, ...] = ()
     fits: bool | None = None
+    moved: bool = False
     problem: str = ""
 
     @property
