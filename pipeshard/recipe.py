@@ -72,7 +72,7 @@ class PipelineArguments:
     device_memory: str | None = setting(
         None, "Memory per device for --dry_run, such as 80GB, or one value per rank: 24GB,12GB."
     )
-    model_config: str | None = setting(None, "Model to plan if its folder is missing: 'llama hidden_size=4096 ...'.")
+    model_config: str | None = setting(None, "Model to plan if its config is missing: 'llama hidden_size=4096 ...'.")
 
 
 # The settings that are arguments of PipelinePlugin.
@@ -128,6 +128,9 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         )
     refuse_other_choices(kind, settings, groups)
     read_mappings(settings, groups)
+    options = {one.partition("=")[0].replace("-", "_") for one in arguments}
+    if "__model_name_or_path" in options and "__model_config" not in options:
+        settings.model_config = None  # it describes the model that the file names
     for strategy in STRATEGIES:
         if getattr(settings, strategy) is False:  # YAML reads no as False
             setattr(settings, strategy, "no")
@@ -439,16 +442,22 @@ def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) 
 
 
 def config_of(settings: Namespace) -> list[str]:
-    """The folder of the model's config, as a list with one entry, or the model type and fields in `model_config`."""
+    """The folder of the model's config, as a list with one entry, or the model type and fields in `model_config` if the
+    config is not on this machine. Without `model_config`, the config is downloaded from the Hub."""
     from huggingface_hub import hf_hub_download
 
     name = named(settings, "model_name_or_path")
     if Path(name).is_dir():
         return [name]
-    if settings.model_config:
-        return str(settings.model_config).split()
+    described = str(settings.model_config or "").split()
+    find = partial(hf_hub_download, name, "config.json", revision=settings.model_revision)
     with explained(partial(not_at_hand, "model_name_or_path", name)):
-        return [str(Path(hf_hub_download(name, "config.json", revision=settings.model_revision)).parent)]
+        try:
+            return [str(Path(find(local_files_only=bool(described))).parent)]
+        except (OSError, ValueError):
+            if not described:
+                raise
+            return described
 
 
 def model_of(kind: str, settings: Namespace) -> Any:

@@ -128,6 +128,8 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     name = settings.dataset_name or ""
     if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
         yield f"dataset_name={name} is not an existing file; training requires it"
+    if settings.dry_run and settings.model_config and config_of(settings) == settings.model_config.split():
+        yield f"model_name_or_path={settings.model_name_or_path} is not on this machine: the plan is of model_config"
     if settings.dry_run and planned_optimizer(settings) == "adamw" and plain_name(settings.optim) not in ADAMW:
         yield (
             f"the plan counts the states of optim={settings.optim} as those of AdamW, two fp32 values per parameter; "

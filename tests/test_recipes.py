@@ -821,6 +821,28 @@ def test_cuts_that_a_plan_has_moved_are_to_be_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.turns
+def test_the_model_that_is_named_is_planned(tmp_path: Path) -> None:
+    """`--model_name_or_path Qwen/Qwen2.5-7B` with a recipe for a llama of 135M parameters planned the llama, and so
+    did a mistyped folder."""
+    zoo.build("gpt2").save_pretrained(tmp_path / "hub")
+    described = f"llama {' '.join(f'{key}={value}' for key, value in zoo.TINY.items())}"
+    file = toy(tmp_path, model_config=described, model_name_or_path="owner/name")
+    asked = ["sft", "--config", file, "--dry_run", "--max_length=16"]
+    with mock.patch("huggingface_hub.hf_hub_download", return_value=str(tmp_path / "hub" / "config.json")):
+        found = said(*asked)
+    assert "GPT2LMHeadModel, " in found.output and "note: " not in found.output
+    missing = said(*asked)
+    assert missing.exit_code == 0 and "LlamaForCausalLM, " in missing.output
+    note = "note: model_name_or_path=owner/{} is not on this machine: the plan is of model_config"
+    assert note.format("name") in missing.output
+    for name in ("owner/other", f"{tmp_path}/modle"):
+        refused = said(*asked, f"--model_name_or_path={name}")
+        assert refused.exit_code == 1 and f"error: model_name_or_path={name} is not a local folder" in refused.output
+    both = said(*asked, "--model_name_or_path=owner/other", "--model_config", described)
+    assert both.exit_code == 0 and note.format("other") in both.output
+
+
+@pytest.mark.turns
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 def test_a_recipe_has_a_plan(name: str) -> None:
     """The largest with fewer layers, each of which takes seconds to plan."""
