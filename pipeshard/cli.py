@@ -179,7 +179,7 @@ def plan(
     else:
         from pipeshard.commands import show
 
-        show(made, slices=slices)
+        show(made, slices=made.in_slices() if slices else [])
     if json_path and json_path != "-":
         Path(json_path).write_text(made.to_json() + "\n")
     if draw is not None:

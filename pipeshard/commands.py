@@ -28,15 +28,15 @@ from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof
 WIDTH = 80
 
 
-def show(plan: Plan, console: Console | None = None, slices: bool = False, advice: str = "") -> None:
-    """Print a plan: the stages, the schedules and the recommendation. With `slices`, also print the effect of the
-    number of slices. `advice` is how to train with the plan's cuts if they are not those of its partition."""
+def show(plan: Plan, console: Console | None = None, slices: Sequence[InSlices] = (), advice: str = "") -> None:
+    """Print a plan: the stages, the schedules and the recommendation, also of these numbers of slices. `advice` is how
+    to train with the plan's cuts if they are not those of its partition."""
     console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan, slices, advice or f"Pass partition={plan.cuts} to PipelinePlugin."):
         console.print(part)
 
 
-def render(plan: Plan, slices: bool, advice: str) -> Iterator[RenderableType]:
+def render(plan: Plan, slices: Sequence[InSlices], advice: str) -> Iterator[RenderableType]:
     """Yield the lines and tables of the output, from top to bottom."""
     shapes = ", ".join(f"{path} {'×'.join(map(str, shape))}" for path, shape in plan.microbatch.items())
     devices = plan.devices
@@ -64,10 +64,10 @@ def render(plan: Plan, slices: bool, advice: str) -> Iterator[RenderableType]:
         yield Text(f"*: with other cuts than those of partition {plan.partition}, which do not fit")
     lead = ""
     if slices:
-        found = plan.in_slices()
         yield Text()
-        yield _slices(plan, found)
-        best = min(found, key=lambda one: one.time).n
+        yield _slices(plan, slices)
+        fitting = [one for one in slices if one.fits is not False] or slices
+        best = min(fitting, key=lambda one: one.time).n
         lead = f"{best} slices take the least time. Without slices, " if best > 1 else "Slices take no less time. "
     yield Text(f"\n{lead}{plan.reason}", style="bold", justify="left", overflow="fold")
     if devices.are_unequal or plan.estimate.moved:
@@ -131,12 +131,13 @@ def _schedules(plan: Plan) -> Table:
 
 def _slices(plan: Plan, estimates: Sequence[InSlices]) -> Table:
     table = _table(f"Slices of {plan.estimate.name}")
-    for name in ("slices", "step", "idle", "memory"):
+    for name in ("slices", "step", "idle", "memory", *(["fits"] if estimates[0].limits else [])):
         table.add_column(name, justify="right")
     for found in estimates:
         in_seconds = plan.unit == "seconds"
         time = f"{_digits(found.time)} s" if in_seconds else f"{found.time / plan.num_microbatches:.3f}"
-        table.add_row(str(found.n), time, f"{found.bubble:.1%}", format_bytes(found.peak))
+        fits = [_FITS[found.fits]] if found.limits else []
+        table.add_row(str(found.n), time, f"{found.bubble:.1%}", format_bytes(found.peak), *fits)
     return table
 
 
@@ -149,12 +150,13 @@ def _line(plan: Plan, estimate: Estimate) -> list[str]:
         return [estimate.name, *["-"] * (5 + _has_speed(plan)), UNUSABLE]
     speed = [f"{plan.tokens / estimate.time:,.0f}"] if _has_speed(plan) else []
     time = f"{_digits(estimate.time)} s" if plan.unit == "seconds" else f"{estimate.time / plan.num_microbatches:.3f}"
-    fits = {None: "", True: "yes", False: "no"}[estimate.fits] + "*" * estimate.moved
+    fits = _FITS[estimate.fits] + "*" * estimate.moved
     mark = "recommended" if estimate.name == plan.recommended else ""
     peak = format_bytes(estimate.peak)
     return [estimate.name, time, *speed, f"{estimate.bubble:.1%}", str(estimate.fullest), peak, fits, mark]
 
 
+_FITS = {None: "", True: "yes", False: "no"}
 _TIMES = {"seconds": "ms", "relative": "a microbatch's time / p"}
 
 

@@ -95,6 +95,8 @@ ADVICE = {
     "--recompute, or model.gradient_checkpointing_enable()": "gradient_checkpointing, or recompute=1",
     "omit --recompute": "set gradient_checkpointing=false",
     "more stages than": "more stages (pp) than",
+    "recompute (--recompute)": "recompute (recompute=1)",
+    "adapters (--lora)": "adapters (use_peft)",
     "quantization_config=BitsAndBytesConfig(load_in_4bit=True)": "load_in_4bit=true",
     "in Python, pass a model built with from_pretrained(..., trust_remote_code=True)": "set trust_remote_code=true",
     "omit quantization_config": "set load_in_4bit=false and load_in_8bit=false",

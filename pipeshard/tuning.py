@@ -155,21 +155,34 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
 
 @collector_paused()
 def plan(kind: str, settings: Namespace) -> None:
-    """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory`, and
-    ConfigurationError for commands other than sft."""
+    """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory` with the
+    number of slices that training uses, and ConfigurationError for commands other than sft."""
     if kind != "sft":
         raise ConfigurationError(
             f"--dry_run supports only pipeshard sft: the planner does not simulate the step of {kind}. Omit --dry_run"
         )
     from pipeshard.commands import show
-    from pipeshard.planner.devices import Devices
 
-    made, is_sliced = planned(settings), settings.num_slices != "1"
+    made = planned(settings)
     cuts = ",".join(map(str, made.cuts))
-    show(made, slices=is_sliced, advice=f"Set partition={cuts}: training does not move the cuts to fit.")
-    if is_sliced and settings.device_memory:
-        limits = Devices.parse(settings.pp, settings.device_memory).memory
-        refuse_large([found.memory for found in made.in_slices()], limits)
+    shown = partial(show, made, advice=f"Set partition={cuts}: training does not move the cuts to fit.")
+    if settings.num_slices == "1":
+        shown()
+    else:
+        show_slices(settings, made, shown)
+
+
+@in_settings()
+def show_slices(settings: Namespace, made: Any, show: Callable[..., None]) -> None:
+    """Show the plan with numbers of slices. Raises PartitionError if the number that training uses does not fit."""
+    from pipeshard.config import PipelineConfig
+    from pipeshard.planner.plan import NUMBERS_OF_SLICES, refuse_large
+
+    positions = [made.microbatch["input_ids"][1]] * made.num_microbatches
+    n = PipelineConfig(**plugin_arguments(settings)).slices_of(positions)
+    found = made.in_slices(sorted({*NUMBERS_OF_SLICES, n}), settings.device_memory)
+    show(slices=found)
+    refuse_large(found, n)
 
 
 @in_settings()
@@ -227,20 +240,6 @@ def planned_optimizer(settings: Namespace) -> str:
 def plain_name(optim: str) -> str:
     """The name of a Trainer's optimizer without the parts that identify the implementation."""
     return re.sub("^paged_|_bnb|_torch", "", str(optim))
-
-
-def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-    """Raise PartitionError if in each of `choices` (lists with the memory of each rank) some rank exceeds its limit."""
-    from pipeshard.planner.memory import format_bytes
-
-    excess = min(([size - limit for size, limit in zip(sizes, limits, strict=True)] for sizes in choices), key=max)
-    rank = excess.index(max(excess))
-    if excess[rank] > 0:
-        raise PartitionError(
-            f"rank {rank} needs {format_bytes(limits[rank] + excess[rank])} with the best number of slices, but its "
-            f"device_memory is {format_bytes(limits[rank])}: use more stages, a smaller max_length, "
-            "recompute=1 or adapters (use_peft)"
-        )
 
 
 def blank(settings: Namespace) -> Any:

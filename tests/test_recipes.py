@@ -378,7 +378,10 @@ def said(*arguments: str) -> Result:
             "but its device_memory is 1.00 MB. Possible remedies: a smaller max_length or per_device_train_batch_size, "
             "activation recompute (gradient_checkpointing, or recompute=1), more stages (pp) than 2",
         ),
-        (["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"], "with the best number of slices"),
+        (
+            ["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"],
+            "error: with 2 slices, rank 1 of 2 needs",
+        ),
         (["--dataset_kwargs", "{a: 1}"], "error: dataset_kwargs={a: 1} is not valid JSON: Expecting property name"),
         (["--dry_run", "--device_memory=1TB,1MB", "--num_slices=2", "--recompute=1"], "rank 1 takes"),
     ],
@@ -818,6 +821,26 @@ def test_cuts_that_a_plan_has_moved_are_to_be_set(tmp_path: Path) -> None:
     assert "Set partition" not in said(*asked, f"--device_memory={peak}").output
     settled = said(*asked, f"--device_memory={peak - 1}", f"--partition={cuts}")
     assert settled.exit_code == 0 and "Set partition" not in settled.output
+
+
+@pytest.mark.turns
+def test_a_plan_fits_with_the_slices_of_the_run(tmp_path: Path) -> None:
+    """`num_slices: 2` was accepted because 16 slices fit, "auto" too, which chooses by time only, and 32 slices were
+    not planned."""
+    asked = ["sft", "--config", toy(tmp_path), "--dry_run", "--recompute=1", "--max_length=256"]
+    peaks = {one.n: one.peak for one in tuning.planned(recipe.read("sft", asked[1:])).in_slices()}
+    limit = f"--device_memory={peaks[16]}"
+    assert peaks[16] < peaks[8] < peaks[2]
+    for number, slices in (("2", "2 slices"), ("auto", "1 slice")):
+        refused = said(*asked, limit, f"--num_slices={number}")
+        assert refused.exit_code == 1 and f"error: with {slices}, rank " in refused.output
+        assert "Possible remedies: num_slices=16 (fits), a smaller max_length or per_device" in refused.output
+        assert "recompute (recompute=1), adapters (use_peft), more stages (pp) than 2" in refused.output
+    for number in ("16", "32"):
+        found = said(*asked, limit, f"--num_slices={number}")
+        rows = [line.split() for line in found.output.partition("Slices of 1f1b")[2].splitlines()]
+        fits = {row[0]: row[-1] for row in rows if len(row) == 6}
+        assert found.exit_code == 0 and (fits["8"], fits[number]) == ("no", "yes")
 
 
 @pytest.mark.turns

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pipeshard.errors import PartitionError, counted
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.memory import Memory, Training, tensor_bytes
+from pipeshard.planner.memory import Memory, Training, format_bytes, tensor_bytes
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.search import Searched
 from pipeshard.schedule.simulate import Simulation, simulate_parts
@@ -134,20 +135,46 @@ class Estimate:
 
 class InSlices(NamedTuple):
     """The estimate of a schedule with microbatches that are split into `n` slices of equal time: the time of a step,
-    the idle share of all ranks' time, and the peak bytes of each rank."""
+    the idle share of all ranks' time, the peak bytes of each rank, and the limit of each rank (empty: no limit)."""
 
     n: int
     time: float
     bubble: float
     memory: tuple[int, ...]
+    limits: tuple[int, ...] = ()
 
     @property
     def peak(self) -> int:
         """The bytes of the rank that needs the most memory."""
         return max(self.memory)
 
+    @property
+    def excess(self) -> list[int]:
+        """The bytes by which each rank exceeds its limit. Empty without limits."""
+        return [size - limit for size, limit in zip(self.memory, self.limits, strict=bool(self.limits))]
+
+    @property
+    def fits(self) -> bool | None:
+        return max(self.excess) <= 0 if self.limits else None
+
 
 NUMBERS_OF_SLICES = 1, 2, 4, 8, 16
+
+
+def refuse_large(found: Sequence[InSlices], n: int | None = None) -> None:
+    """Raise PartitionError if a rank exceeds its limit with `n` slices (by default, with any number in `found`)."""
+    choices = [one for one in found if n in (None, one.n)]
+    if any(one.fits is not False for one in choices):
+        return
+    best = min(choices, key=lambda one: max(one.excess))
+    rank, p = best.excess.index(max(best.excess)), len(best.memory)
+    fitting = [f"num_slices={one.n} (fits)" for one in found if one.fits][:1]
+    remedies = [*fitting, "shorter or fewer samples in a microbatch", "activation recompute (--recompute)"]
+    raise PartitionError(
+        f"with {counted(best.n, 'slice')}, rank {rank} of {p} needs {format_bytes(best.memory[rank])}, but its "
+        f"device_memory is {format_bytes(best.limits[rank])}. Possible remedies: {', '.join(remedies)}, adapters "
+        f"(--lora), more stages than {p}"
+    )
 
 
 @dataclass(frozen=True)
@@ -223,14 +250,17 @@ class Plan:
         costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
         return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), **self.transfers())
 
-    def in_slices(self) -> list[InSlices]:
-        """Estimate `schedule` with 1, 2, 4, 8 and 16 slices. Raises ConfigurationError if the schedule does not support
-        slices."""
+    def in_slices(
+        self, numbers: Sequence[int] = NUMBERS_OF_SLICES, device_memory: str | int | Sequence[str | int] | None = None
+    ) -> list[InSlices]:
+        """Estimate `schedule` with these numbers of slices, and compare the memory with `device_memory` (same as in
+        `plan`). Raises ConfigurationError if the schedule does not support slices."""
         refuse_unsliced(self.schedule)
+        limits = Devices.parse(self.pp_size, device_memory).memory
         costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         found = []
-        for n in NUMBERS_OF_SLICES:
+        for n in numbers:
             program = config.program(self.num_microbatches, n)
             shares = ([cost / n for cost in kind] for kind in costs)
             simulation = simulate_parts(program, *shares, **self.transfers(n))
@@ -239,7 +269,7 @@ class Plan:
                 s.memory.always + max(s.memory.update, math.ceil((slices[s.rank] * s.kept + s.memory.temporary) / n))
                 for s in self.stages
             )
-            found.append(InSlices(n, simulation.makespan, simulation.bubble, memory))
+            found.append(InSlices(n, simulation.makespan, simulation.bubble, memory, limits))
         return found
 
     def draw(self, path: str | os.PathLike[str]) -> None:
