@@ -466,6 +466,12 @@ def model_of(kind: str, settings: Namespace) -> Any:
     """The model without weights. Each stage loads its own weights later, so no rank holds the whole model."""
     from pipeshard.plugin import PipelinePlugin
 
+    folder, options = folder_of(settings), model_options(kind, settings)
+    return PipelinePlugin.from_pretrained(class_of(kind, folder, settings.trust_remote_code), folder, **options)
+
+
+def model_options(kind: str, settings: Namespace) -> dict[str, Any]:
+    """The settings that are options of from_pretrained."""
     given = {
         "dtype": settings.dtype,
         "attn_implementation": settings.attn_implementation,
@@ -473,9 +479,7 @@ def model_of(kind: str, settings: Namespace) -> Any:
         "trust_remote_code": settings.trust_remote_code,
         "num_labels": 1 if kind == "reward" else None,
     }
-    given = {name: value for name, value in given.items() if value is not None} | (settings.model_init_kwargs or {})
-    folder = folder_of(settings)
-    return PipelinePlugin.from_pretrained(class_of(kind, folder, settings.trust_remote_code), folder, **given)
+    return {name: value for name, value in given.items() if value is not None} | (settings.model_init_kwargs or {})
 
 
 def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:

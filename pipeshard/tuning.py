@@ -28,6 +28,7 @@ from pipeshard.recipe import (
     folder_of,
     in_settings,
     model_of,
+    model_options,
     of_trl,
     plugin_arguments,
     read,
@@ -254,14 +255,17 @@ def blank(settings: Namespace) -> Any:
     dtypes = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPE_NAMES.items()}
     recomputes = settings.gradient_checkpointing if settings.recompute is None else settings.recompute == 1
     source, *sizes = config_of(settings)
-    trusts = settings.trust_remote_code
-    model = build(source, sizes, dtypes.get(settings.dtype), recomputes, trust_remote_code=trusts)
-    given = filled(trl().ModelConfig, settings)
-    packing = quantization_of(model.config, source, trl().get_quantization_config(given))
+    options = model_options("sft", settings)
+    dtype = dtypes.get(options.pop("dtype", options.pop("torch_dtype", "auto")))
+    quantization, trusts = options.pop("quantization_config", None), options.pop("trust_remote_code")
+    if options.get("attn_implementation") != "eager":  # the other kernels take as much memory as the default
+        options.pop("attn_implementation", None)
+    model = build(source, sizes, dtype, recomputes, trust_remote_code=trusts, options=options)
+    packing = quantization_of(model.config, source, quantization)
     if packing is not None:
         quantize_blank(model, packing)
     fuse_head(model)
-    adapters = trl().get_peft_config(given)
+    adapters = trl().get_peft_config(filled(trl().ModelConfig, settings))
     if adapters is None and packing is not None:
         raise ConfigurationError("the model's weights are quantized, so there is nothing to train: set use_peft=true")
     if adapters is None:

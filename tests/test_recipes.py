@@ -844,6 +844,31 @@ def test_a_plan_fits_with_the_slices_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.turns
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--attn_implementation=eager"],
+        ["--model_init_kwargs", '{"attn_implementation": "eager", "dtype": "float16", "vocab_size": 128}'],
+        ["--dtype=auto"],
+    ],
+)
+def test_the_model_of_a_plan_is_that_of_the_run(tmp_path: Path, options: list[str]) -> None:
+    """Eager attention, the options in model_init_kwargs, and the dtype of weights whose config names none, were not
+    planned: a run took more memory than its plan."""
+    file = toy(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    described = json.loads(config.read_text())
+    described.pop("dtype")
+    config.write_text(json.dumps(described))
+    read = recipe.read("sft", ["--config", file, *options])
+    forms = []
+    for made in (tuning.blank(read), recipe.model_of("sft", read)):
+        assert made.config._attn_implementation == ("sdpa" if "auto" in options[0] else "eager")
+        forms.append([(name, p.dtype, p.shape) for name, p in made.named_parameters()])
+    assert forms[0] == forms[1]
+
+
+@pytest.mark.turns
 def test_the_model_that_is_named_is_planned(tmp_path: Path) -> None:
     """`--model_name_or_path Qwen/Qwen2.5-7B` with a recipe for a llama of 135M parameters planned the llama, and so
     did a mistyped folder."""

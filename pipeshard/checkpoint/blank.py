@@ -20,6 +20,11 @@ RESIZED_HEAD = (
 )
 
 
+def auto_dtype(config: Any, folder: Path | None) -> Any:
+    """The dtype for dtype="auto": the config's, or else that of the weights in the folder, or else fp32."""
+    return getattr(config, "dtype", None) or (stored_dtype(folder) if folder else None) or torch.float32
+
+
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
     """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained. Boost loads the
     weights."""
@@ -42,8 +47,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is unknown: use 'auto', or a torch dtype such as 'bfloat16'")
     if dtype == "auto":
-        stored = None if gguf_file else stored_dtype(path)
-        dtype = getattr(config, "dtype", None) or stored or torch.float32
+        dtype = auto_dtype(config, None if gguf_file else path)
     is_auto = hasattr(auto_class, "from_config")
     make, code = (auto_class.from_config, trusted) if is_auto else (auto_class._from_config, {})
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
