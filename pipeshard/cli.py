@@ -132,6 +132,7 @@ def plan(
     fields: tuple[str, ...],
     schedule: str | None,
     partition: str,
+    device_memory: str | None,
     dtype: str | None,
     precision: str | None,
     zero: bool,
@@ -158,6 +159,7 @@ def plan(
     atexit.register(gc.freeze)  # without it, the collection at exit takes a second
     with progress("building the model"):
         from pipeshard.planner.models import build, precision_of
+        from pipeshard.planner.plan import refuse_large
         from pipeshard.planner.planner import plan as make_plan
         from pipeshard.schedule.slices import refuse_unsliced
 
@@ -169,22 +171,26 @@ def plan(
             built,
             schedule=schedule or ("1f1b" if slices else None),
             partition=cuts_of(partition),
+            device_memory=None if slices else device_memory,  # whole microbatches need not fit
             precision=precision or precision_of(built),
             zero_stage=int(zero),
             link=link or None,
             **others,
         )
+        found = made.in_slices(device_memory=device_memory) if slices else []
     if json_path == "-":
         click.echo(made.to_json())
     else:
         from pipeshard.commands import show
 
-        show(made, slices=made.in_slices() if slices else [])
+        show(made, slices=found)
     if json_path and json_path != "-":
         Path(json_path).write_text(made.to_json() + "\n")
     if draw is not None:
         with progress("drawing"):
             made.draw(draw)
+    if slices:
+        refuse_large(found)
 
 
 @main.command()

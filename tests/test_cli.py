@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeshard import trial
+from pipeshard import plan, trial
 from pipeshard.cli import main
 from pipeshard.planner import models as source
 from pipeshard.planner.memory import parse_bytes
@@ -147,6 +147,23 @@ def test_numbers_of_slices_are_compared() -> None:
     rows = [line.split() for line in output.splitlines()]
     idle = {row[0]: float(row[2].rstrip("%")) for row in rows if len(row) == 5 and row[0] in ("1", "16")}
     assert idle["16"] < idle["1"] / 3
+
+
+def test_slices_are_compared_with_the_limit() -> None:
+    """A limit that whole microbatches exceed was refused before any number of slices was shown, and "N slices take the
+    least time" ignored a limit that they did not exceed."""
+    asked = [*MODEL, *SIZES, "--seq-len", "256", "--slices", "--device-memory"]
+    refused = invoke(*asked, "1kB").output
+    assert refused.startswith("LlamaForCausalLM, ") and "Slices of 1f1b" in refused
+    assert "\nerror: with 16 slices, rank " in refused and "but its device_memory is 1.00 kB. Possible" in refused
+    model = source.build("llama", MODEL[1:])
+    made = plan(model, pp_size=2, num_microbatches=4, seq_len=256, schedule="1f1b", precision="bf16")
+    peaks = {one.n: one.peak for one in made.in_slices()}
+    shown = invoke(*asked, str(peaks[4]))
+    rows = [line.split() for line in shown.output.partition("Slices of 1f1b")[2].splitlines()]
+    fits = {int(row[0]): row[-1] for row in rows if len(row) == 6 and row[0].isdigit()}
+    assert shown.exit_code == 0 and fits == {n: "yes" if peak <= peaks[4] else "no" for n, peak in peaks.items()}
+    assert {*fits.values()} == {"yes", "no"} and "slices take the least time" in shown.output
 
 
 def test_the_host_s_memory_is_shown_with_offload() -> None:
