@@ -356,9 +356,7 @@ def complete_in(folder: str) -> dict[int, int]:
 
 def has_checkpoint(folder: str) -> bool:
     """Whether the folder has a complete checkpoint."""
-    from pipeshard.trainer.checkpoint import flaw_of
-
-    return any(not flaw_of(path) for path in Path(folder).glob("checkpoint-*"))
+    return bool(complete_in(folder))
 
 
 def quiet() -> None:

@@ -263,7 +263,7 @@ def test_the_ranks_of_all_agents_resume_if_one_does(pool: Pool, tmp_path: Path) 
 def test_restarts_over_an_earlier_run_are_refused(tmp_path: Path) -> None:
     """A run that lost a rank before its first save went on from the last step of the run before it."""
     arguments = ["--config", toy(tmp_path, max_restarts=1)]
-    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    save_checkpoint(tmp_path / "out", 2)
     with (
         mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value=""),
         mock.patch.object(tuning, "start", return_value=0) as start,
@@ -272,6 +272,16 @@ def test_restarts_over_an_earlier_run_are_refused(tmp_path: Path) -> None:
         assert refused.exit_code == 1 and "has a checkpoint of an earlier run" in refused.output and not start.called
         for option in ("--resume", "--max_restarts=0"):
             assert said("sft", *arguments, option).exit_code == 0
+
+
+def test_a_renamed_checkpoint_is_not_resumed(tmp_path: Path) -> None:
+    """After `mv checkpoint-100 checkpoint-best`, `resume: true` failed with "No valid checkpoint found in output
+    directory", instead of starting from the beginning."""
+    save_checkpoint(tmp_path / "out", 100)
+    with mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value=""):
+        assert tuning.resumption(True, str(tmp_path / "out")) == (True, True)
+        (tmp_path / "out" / "checkpoint-100").rename(tmp_path / "out" / "checkpoint-best")
+        assert tuning.resumption(True, str(tmp_path / "out")) == (True, False)
 
 
 @pytest.mark.local
