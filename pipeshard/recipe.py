@@ -5,6 +5,7 @@ The settings are TRL's settings for the model, the data and the Trainer, and the
 
 import json
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from types import UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, explained, summary
 from pipeshard.garbage import collector_paused
+from pipeshard.replaced import replaced
 from pipeshard.schedule.schedules import SCHEDULES
 
 TRAINERS = {
@@ -130,6 +133,7 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         )
     refuse_other_choices(kind, settings, groups)
     read_mappings(settings, groups)
+    read_lists(settings, groups)
     options = {one.partition("=")[0].replace("-", "_") for one in arguments}
     if "__model_name_or_path" in options and "__model_config" not in options:
         settings.model_config = None  # it describes the model that the file names
@@ -200,6 +204,15 @@ def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
                 setattr(settings, name, json.loads(value))
             except ValueError as error:
                 raise ConfigurationError(f"{name}={value} is not valid JSON: {error}") from error
+
+
+def read_lists(settings: Namespace, groups: Sequence[type]) -> None:
+    """Put the text of a setting that can only be a list into a list: the file may omit the brackets."""
+    for name, hint in (each for group in groups for each in get_type_hints(group).items()):
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = {get_origin(part) or part for part in parts}
+        if list in kinds and str not in kinds and isinstance(value := getattr(settings, name, None), str):
+            setattr(settings, name, [value])
 
 
 def cuts_of(text: str) -> str | list[int] | list[str]:
@@ -509,6 +522,25 @@ def reward_functions(settings: Namespace) -> list[Any]:
 
 def imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
-    with explained(lambda error: ConfigurationError(f"reward_funcs: {path} cannot be imported: {error}")):
+    with explained(partial(not_imported, path)):
         found = getattr(import_module(module or "trl.rewards"), name)
     return found(**MAKERS[name]) if not module and name in MAKERS else found
+
+
+def not_imported(path: str, error: BaseException) -> ConfigurationError:
+    return ConfigurationError(f"reward_funcs: {path} cannot be imported: {error}")
+
+
+def refuse_no_rewards(settings: Namespace) -> None:
+    """Raise ConfigurationError if `reward_funcs` names a function that TRL lacks, or a module that does not exist.
+
+    Modules are not imported before the ranks start: they may load a model.
+    """
+    for path in settings.reward_funcs or ():
+        module = path.rpartition(".")[0]
+        if not module:
+            imported(path)
+            continue
+        with explained(partial(not_imported, path)), replaced(sys, path=["", *sys.path]):  # as on ranks: python -m
+            if find_spec(module) is None:
+                raise ModuleNotFoundError(f"No module named {module!r}")

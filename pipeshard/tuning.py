@@ -33,6 +33,7 @@ from pipeshard.recipe import (
     plugin_arguments,
     read,
     refuse_columns,
+    refuse_no_rewards,
     refuse_no_template,
     reward_functions,
     rows,
@@ -106,6 +107,8 @@ def check_sources(kind: str, settings: Namespace) -> None:
         data = rows(settings)[0]
         refuse_columns(kind, settings, data)
         refuse_no_template(kind, settings, data, folder)
+    if kind == "grpo":
+        refuse_no_rewards(settings)
     if kind == "sft":
         refuse_small(Namespace(**vars(settings) | {"model_name_or_path": str(folder), "device_memory": None}))
 

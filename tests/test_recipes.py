@@ -309,6 +309,34 @@ def test_rewards_are_in_the_order_of_trl() -> None:
     assert punishment(completion_ids=[[1] * 1024, [1] * 1281]) == [0.0, -1.0]
 
 
+def test_a_list_of_one_needs_no_brackets(tmp_path: Path) -> None:
+    """`reward_funcs: my_rewards.length` was read letter by letter: "m cannot be imported", on each rank, after the
+    download."""
+    file = toy(tmp_path, "grpo", reward_funcs="tests.test_recipes.echoed", report_to="none")
+    settings = recipe.read("grpo", ["--config", file])
+    assert recipe.reward_functions(settings) == [echoed] and settings.report_to == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("my_reward.length", "No module named 'my_reward'"),
+        ("nowhere.rewards.length", "No module named 'nowhere'"),
+        ("acuracy_reward", "module "),
+        ("my_rewards.length", None),
+        ("accuracy_reward", None),
+    ],
+)
+def test_reward_functions_are_sought_before_ranks_start(tmp_path: Path, name: str, why: str | None) -> None:
+    """A wrong name ended the ranks, after the download. A module in the current folder is found, but not imported."""
+    file = toy(tmp_path, "grpo", reward_funcs=name)
+    (tmp_path / "my_rewards.py").write_text("raise AssertionError")
+    with contextlib.chdir(tmp_path), mock.patch.object(tuning, "start", return_value=0) as start:
+        ended = said("grpo", "--config", file)
+    assert start.called == (why is None), ended.output
+    assert why is None or f"error: reward_funcs: {name} cannot be imported: {why}" in ended.output
+
+
 def test_a_frozen_new_head_is_refused() -> None:
     """A reward model with adapters of TRL's default task type trained below a random head, which was not saved."""
     assert "Set lora_task_type=SEQ_CLS" in said("reward", "--use_peft").output
