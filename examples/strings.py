@@ -64,6 +64,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, set_seed
 
     from pipeshard import PipelinePlugin
+    from pipeshard.distributed.mesh import backend_here
     from pipeshard.trainer import pipelined
 
     set_seed(0)
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         per_device_eval_batch_size=HELD_OUT // 4, eval_strategy="steps", eval_steps=max(1, args.steps // 5),
         predict_with_generate=True, generation_max_length=1 + DIGITS, logging_steps=max(1, args.steps // 50),
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+        ddp_backend=backend_here(),
     )  # fmt: skip
     trainer = pipelined(Seq2SeqTrainer)(
         model, config, train_dataset=data[HELD_OUT:], eval_dataset=data[:HELD_OUT], compute_metrics=exact_match,

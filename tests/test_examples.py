@@ -116,6 +116,15 @@ def test_an_example_is_one_file_to_copy(alone: dict[str, str], name: str) -> Non
     assert said.startswith("usage:") and said.endswith("\n0\n")
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in FOLDER.glob("*.py") if "use_cpu=" in path.read_text()], ids=lambda path: path.name
+)
+def test_ranks_of_an_example_may_share_a_gpu(path: Path) -> None:
+    """On a machine with one GPU, the two ranks of strings.py took NCCL, which refuses ranks that compute on the same
+    GPU."""
+    assert "use_cpu=True" in path.read_text() or "ddp_backend=backend_here()" in path.read_text()
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize(
     ("arguments", "message"),
