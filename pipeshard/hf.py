@@ -397,13 +397,15 @@ def has_known_loss(model: nn.Module) -> bool:
     return is_of_transformers(model) and are_own
 
 
-def registered_functions(model: nn.Module) -> list[Any]:
-    """The functions for attention, masks and experts in transformers' registries that the configs of the model
-    select."""
-    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
-    selected = {name for config in configs for field in IMPLEMENTATIONS if (name := getattr(config, field, None))}
-    registries = [getattr(sys.modules.get(path), name, {}) for path, name in REGISTRIES.items()]
-    return [registry[name] for registry in registries for name in selected if name in registry]
+def registered_functions(module: nn.Module) -> dict[str, Any]:
+    """The functions for attention, masks and experts that the config of this module selects from transformers'
+    registries, by registry and name."""
+    config, found = getattr(module, "config", None), dict[str, Any]()
+    selected = {name for field in IMPLEMENTATIONS if isinstance(name := getattr(config, field, None), str)}
+    for path, registry in REGISTRIES.items() if selected else ():
+        of_path = getattr(sys.modules.get(path), registry, {})
+        found |= {f"{registry} {name}": of_path[name] for name in selected if name in of_path}
+    return found
 
 
 _is_lone: ContextVar[bool] = ContextVar("is_lone", default=False)

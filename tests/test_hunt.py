@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.hunt import attempts, branches, cases, freezing, gradients, later, marks
+from tests.hunt import attempts, branches, cases, freezing, gradients, later, marks, patches
 from tests.hunt.cases import Case
 from tests.hunt.run import run
 from tests.pool import Pool
@@ -14,6 +14,7 @@ from tests.pool import Pool
 pytestmark = pytest.mark.local
 
 CASES = cases.CASES | branches.CASES | attempts.CASES | gradients.CASES | freezing.CASES | marks.CASES | later.CASES
+CASES |= patches.CASES
 
 
 def outcome(name: str) -> tuple[str, list[str]]:

@@ -10,6 +10,7 @@ import dis
 import functools
 import inspect
 import random
+import sys
 import threading
 from argparse import Namespace
 from ast import literal_eval
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.packages import is_library, is_users
+from pipeshard.hf import registered_functions
+from pipeshard.replaced import StandIn
 
 OF_PYTHON = (type(None), bool, int, float, complex, str, bytes, range, slice)
 PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, np.number, np.bool_)
@@ -42,6 +45,7 @@ FEW = 8  # arrays and tensors with more elements count as data, not as threshold
 LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 BUILTIN = (dict, list, set, deque, bytearray)  # collections whose entries are not in attributes
+CODE = (FunctionType, property)
 OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "LOAD_NAME")  # endings of the names of instructions that access a global
 
 
@@ -77,6 +81,20 @@ def is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, PLAIN_OR_METHOD) and bool(a == b))
 
 
+def own(value: Any) -> Any:
+    """The value itself or, for an object that replaces an attribute for a while, the attribute's own value."""
+    is_replaced = isinstance(value, StandIn) and value.instead_of is not MISSING
+    return value.instead_of if is_replaced else value
+
+
+def is_users_function(value: Any) -> bool:
+    """Whether the value is a function of the user. functools.wraps sets the `__module__` of the user's function to that
+    of the function that it wraps."""
+    if not isinstance(value, FunctionType):
+        return False
+    return is_users(value.__module__) or is_users(value.__globals__.get("__name__"))
+
+
 def format_path(path: Path) -> str:
     """A path as text, such as `layers.0.cache['key']`."""
     text, before = "", None
@@ -92,7 +110,8 @@ def format_path(path: Path) -> str:
 
 
 def resolve(root: Any, path: Iterable[PathStep]) -> Any:
-    """The value at the end of a path that starts at `root`."""
+    """The value at the end of a path that starts at `root`. Unit calls may be intercepted, unlike when the path was
+    recorded, or the other way round."""
     for how, key in path:
         if how in ("attr", "class", "code"):
             root = getattr(root, key)
@@ -102,8 +121,13 @@ def resolve(root: Any, path: Iterable[PathStep]) -> Any:
             root = _cells(root)[key].cell_contents
         elif how == "state":
             root = _state(root)
+        elif how == "registry":
+            root = registered_functions(root)[key]
+        elif how == "beside":
+            root = getattr(sys.modules[root.__module__], key)
         else:
             root = _in_globals(root, key)
+        root = own(root)
     return root
 
 
@@ -175,7 +199,7 @@ def ways_to_hold(value: Any) -> Iterator[str]:
         yield "item"
     elif isinstance(value, MutableSequence | MutableSet):  # also a deque
         yield "list"
-    elif isinstance(value, FunctionType) and is_users(value.__module__):
+    elif is_users_function(value):
         if value.__closure__:
             yield "cell"
         yield from ("global", "attr") if value.__dict__ else ("global",)
@@ -204,17 +228,36 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
         yield from ((PathStep("code", name), getattr(value, name)) for name in ("__func__", "__self__"))
     elif isinstance(value, property):
         yield from ((PathStep("code", name), getattr(value, name)) for name in ("fget", "fset"))
-    elif isinstance(value, FunctionType) and is_users(value.__module__):
+    elif is_users_function(value):
         yield from ((PathStep("code", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
-    elif isinstance(value, type) and is_users(value.__module__):
-        code = ((PathStep("class", k), getattr(v, "__func__", v)) for k, v in vars(value).items())
-        yield from ((step, v) for step, v in code if isinstance(v, FunctionType | property))
+    elif isinstance(value, type) and _has_code(value):
+        yield from _code_of(value)
         yield PathStep("code", "__base__"), value.__base__
     elif isinstance(value, nn.Module):
         held = value.__dict__
         yield from ((PathStep("attr", name), held[name]) for name in HOOKS if held.get(name))
-    if not isinstance(value, type) and is_users(type(value).__module__):
+        of_registries = registered_functions(value) if "config" in held else {}
+        yield from ((PathStep("registry", k), v) for k, v in of_registries.items() if is_users_function(v))
+    if not isinstance(value, type) and _has_code(type(value)):
         yield PathStep("attr", "__class__"), type(value)
+
+
+def _has_code(kind: Any) -> bool:
+    """Whether the walk looks for functions in a class: in the user's own, and in a package's layers, which the user may
+    have patched."""
+    return is_users(kind.__module__) or (issubclass(kind, nn.Module) and kind is not nn.Module)
+
+
+def _code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
+    """The functions and properties of the user's class; of a package's class, the user's functions in the class and in
+    its Python module."""
+    code = ((name, getattr(value, "__func__", value)) for name, value in vars(kind).items())
+    if is_users(kind.__module__):
+        yield from ((PathStep("class", name), value) for name, value in code if isinstance(value, CODE))
+        return
+    yield from ((PathStep("class", name), value) for name, value in code if is_users_function(value))
+    beside = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+    yield from ((PathStep("beside", name), value) for name, value in beside.items() if is_users_function(value))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -408,6 +451,6 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, ModuleType):
         return False
     if isinstance(value, FunctionType | type):
-        return is_users(value.__module__)
+        return is_users_function(value) or (isinstance(value, type) and is_users(value.__module__))
     kinds = (*PLAIN, *GENERATORS, Tensor, np.ndarray, ContextVar, tuple, frozenset, *COLLECTIONS)
     return isinstance(value, kinds) or is_object(value)

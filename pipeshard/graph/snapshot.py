@@ -17,7 +17,7 @@ import operator
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -35,9 +35,11 @@ from pipeshard.graph.places import (
     format_path,
     is_number,
     is_same,
+    is_users_function,
     names_in,
     numbers_in,
     numbers_inside,
+    own,
     put,
     put_content,
     slots,
@@ -206,7 +208,7 @@ class Snapshot:
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
         """Record the entry of `holder` at `key`: a tensor, or an object to walk."""
         if not isinstance(entry, Tensor):
-            queue.append((path, entry))
+            queue.append((path, own(entry)))
         elif id(entry) not in self._seen and not entry.is_inference():
             self._seen[id(entry)] = entry
             self.tensors.append((path, holder, key, entry, entry._version))
@@ -456,9 +458,9 @@ def kind_of_number(number: float) -> Hashable:
 
 
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether the code of the criterion, or of a class of modules that `unit` does not contain, mentions the name of
-    `place`. This code may then read the value that a call of the unit has written to the place. True for a place
-    without a name."""
+    """Whether the code of the criterion, or code of modules that `unit` does not contain, mentions the name of `place`:
+    their classes, and functions in their attributes. This code may then read the value that a call of the unit has
+    written to the place. True for a place without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True
@@ -468,17 +470,33 @@ def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any)
     else:
         known = _names_in_class(type(criterion))  # type: ignore[arg-type]
     kinds = {type(module) for module in model.modules()} - {type(module) for module in unit.modules()}
-    return name in known or any(name in _names_in_class(kind) for kind in kinds)  # type: ignore[arg-type]
+    held = _code_held(model) - _code_held(unit)
+    return (
+        name in known
+        or any(name in _names_in_class(kind) for kind in kinds)  # type: ignore[arg-type]
+        or any(name in names_in(code) for code in held)
+    )
 
 
 @functools.cache
 def _names_in_class(kind: Any) -> frozenset[str]:
     bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
-    return frozenset(name for base in bases for function in _functions(base) for name in names_in(function.__code__))
+    functions = (function for base in bases for value in vars(base).values() for function in _functions(value))
+    return frozenset(name for function in functions for name in names_in(function.__code__))
 
 
-def _functions(kind: type) -> Iterator[FunctionType]:
-    for value in vars(kind).values():
-        function: Any = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
-        if isinstance(function, FunctionType):
-            yield function
+def _code_held(model: nn.Module) -> set[CodeType]:
+    """The code of the functions in attributes of the modules of `model`, such as a replaced forward."""
+    values = (own(value) for module in model.modules() for value in vars(module).values())
+    held = (value for value in values if isinstance(value, FunctionType | MethodType | functools.partial))
+    return {function.__code__ for value in held for function in _functions(value)}
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The function of a method, a property or a partial, without the user's decorator, and this decorator's."""
+    called: Any = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
+    inner = inspect.unwrap(called)
+    if isinstance(inner, FunctionType):
+        yield inner
+    if called is not inner and is_users_function(called):
+        yield called

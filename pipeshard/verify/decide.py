@@ -250,7 +250,8 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
         return False
     classes = {kind for module in model.modules() if not isinstance(module, Packed) for kind in type(module).__mro__}
     methods = [value for kind in classes for value in vars(kind).values() if inspect.isfunction(value)]
-    if not all(map(is_of_packages, [*methods, *registered_functions(model)])):
+    registered = [function for module in model.modules() for function in registered_functions(module).values()]
+    if not all(map(is_of_packages, [*methods, *registered])):
         return False
     return all(
         (isinstance(module, Packed) or type(module).__module__.split(".")[0] in KNOWN_PACKAGES)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
 from pipeshard.graph.kinds import Settings
-from pipeshard.graph.places import format_path
+from pipeshard.graph.places import format_path, resolve
 from pipeshard.graph.snapshot import Snapshot, noting_reads
+from pipeshard.graph.units import intercept
 
 
 class Slotted:
@@ -69,6 +74,70 @@ def test_all_that_has_changed_is_put_back() -> None:
     assert (state.both.here, state.both.beside) == (1, [1, 2])
     assert state.items == {None: [1], "a": {2}} and list(state.last) == [1, 2] and state.counts() == 1
     assert first == [float(draw(generator)) for draw, generator in zip(drawn, state.generators, strict=True)]
+
+
+FOUND = {"by a patch": 0}
+
+
+def attends(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    FOUND["by a patch"] += 1
+    return value.transpose(1, 2), None
+
+
+def rotates(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    FOUND["by a patch"] += 1
+    return q, k
+
+
+def forwards(self: nn.Module, x: Any, **options: Any) -> Any:
+    FOUND["by a patch"] += 1
+    return x
+
+
+def of_registry(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "of a test", attends)
+    layer.self_attn.config._attn_implementation = "of a test"
+    return "layer.self_attn registry ALL_ATTENTION_FUNCTIONS of a test global FOUND['by a patch']"
+
+
+def of_file(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotates)
+    return "layer.__class__ beside apply_rotary_pos_emb global FOUND['by a patch']"
+
+
+def of_class(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forwards)
+    return "layer.mlp.__class__.forward global FOUND['by a patch']"
+
+
+def of_object(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    layer.forward = MethodType(forwards, layer)
+    intercept({"layer": layer})
+    return "layer.forward code __func__ global FOUND['by a patch']"
+
+
+def of_decorated(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    layer.mlp.forward = functools.wraps(layer.mlp.forward)(lambda x: forwards(layer.mlp, x))
+    return "layer.mlp.forward global forwards global FOUND['by a patch']"
+
+
+@pytest.mark.parametrize("patch", [of_registry, of_file, of_class, of_object, of_decorated])
+def test_what_code_of_the_user_in_a_package_leaves_is_found_and_put_back(
+    monkeypatch: pytest.MonkeyPatch, patch: Any
+) -> None:
+    """Code with which a user patches a package was skipped as code of the package, so a number that it leaves was not
+    on stages without the layer."""
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    layer = modeling_llama.LlamaDecoderLayer(config, 0)
+    place = patch(monkeypatch, layer)
+    before, angle = Snapshot({"layer": layer}), torch.ones(1, 3, 8)
+    layer(torch.ones(1, 3, 16), position_embeddings=(angle, angle))
+    (change,) = before.changes()
+    assert (format_path(change.path), change.now) == (place, 1)
+    holder = resolve(layer, change.path[1:-1])
+    assert holder is FOUND
+    before.restore()
+    assert FOUND == {"by a patch": 0}
 
 
 def test_a_variable_that_was_not_assigned_is_put_back() -> None:

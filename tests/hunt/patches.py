@@ -1,0 +1,157 @@
+"""Patches: layers that call functions of the user instead of their own, set on the object or on a package's class."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.hunt.cases import Batch, Case
+from tests.hunt.nets import Adding, Block, Net, data
+
+PACKAGE = "transformers.models.llama.modeling_llama"
+CONTEXT = threading.local()  # ranks of these tests are threads
+
+
+def scaled(block: Any, x: Tensor) -> Any:
+    """The first block leaves a number that depends on the length, and all blocks read it."""
+    if block.place == 0:
+        CONTEXT.scale = math.log(x.shape[1]) / 3
+    return Block.forward(block, x * CONTEXT.scale)
+
+
+def noting(block: Any, x: Tensor) -> Any:
+    y = Block.forward(block, x)
+    CONTEXT.seen.append(y.square().mean())
+    return y
+
+
+class OfPackage(Block):
+    __module__ = PACKAGE
+
+
+class Scaled(OfPackage):
+    __module__ = PACKAGE
+    forward = scaled
+
+
+class Noting(OfPackage):
+    __module__ = PACKAGE
+    forward = noting
+
+
+class ScaledNet(Net):
+    block = Scaled
+
+
+class NotingNet(Adding):
+    block = Noting
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        CONTEXT.seen = []
+        return super().forward(ids, labels)
+
+    def extra(self) -> Any:
+        return sum(CONTEXT.seen)
+
+
+class Plain(Net):
+    block = OfPackage
+
+
+class PlainNoting(NotingNet):
+    block = OfPackage
+
+
+def bound(function: Callable[..., Any]) -> Callable[[Any], None]:
+    """Sets the forward of every block."""
+
+    def prepare(model: Any) -> None:
+        for block in model.layers:
+            block.forward = MethodType(function, block)
+
+    return prepare
+
+
+def wrapped(model: Any) -> None:
+    """Decorates the forwards of layers in the blocks; the blocks share a number in a closure."""
+    scale = 1.0
+
+    def decorated(forward: Any, first: bool) -> Any:
+        @functools.wraps(forward)
+        def inner(x: Tensor) -> Any:
+            nonlocal scale
+            if first:
+                scale = math.log(x.shape[1]) / 3
+            return forward(x * scale)
+
+        return inner
+
+    for block in model.layers:
+        block.a.forward = decorated(block.a.forward, block.place == 0)
+
+
+def starts(embed: Any, ids: Tensor) -> Any:
+    CONTEXT.is_blank = None
+    return nn.Embedding.forward(embed, ids)
+
+
+def answers(block: Any, x: Tensor) -> Any:
+    """Leaves a flag that depends on values: it is true for zeros, with which a trace runs."""
+    CONTEXT.is_blank = not bool(x.any())
+    return Block.forward(block, x)
+
+
+def heeds(head: Any, x: Tensor) -> Tensor:
+    result: Tensor = nn.Linear.forward(head, x)
+    return result if CONTEXT.is_blank else 2 * result
+
+
+def answering(model: Any) -> None:
+    for layer, function in ((model.embed, starts), (model.layers[0], answers), (model.head, heeds)):
+        layer.forward = MethodType(function, layer)
+
+
+def of_lengths(*lengths: int) -> list[Batch]:
+    return [data(seed, length=length) for seed, length in enumerate(lengths)]
+
+
+def case(make: Callable[[], nn.Module], story: str, prepare: Any = None) -> Case:
+    return Case(make, story, of_lengths(6, 9, 5), options={"partition": [3, 3]}, prepare=prepare)
+
+
+CASES = {
+    "a number of a patched class": case(
+        ScaledNet,
+        "The forward of a package's class is the user's, and leaves a number in a global: stages without the layer had "
+        "an old one, as only the user's classes were walked.",
+    ),
+    "losses of a patched class": case(NotingNet, "The same with tensors, which was refused."),
+    "a number of a patched layer": case(
+        Plain,
+        "Each layer has a forward of its own: it was behind the Interception, which was not walked.",
+        bound(scaled),
+    ),
+    "losses of a patched layer": case(PlainNoting, "The same with tensors, which was refused.", bound(noting)),
+    "a number of a decorated layer": case(
+        Plain,
+        "functools.wraps gives the user's function the module of torch's: it counted as torch's, with its closure.",
+        wrapped,
+    ),
+    "a flag for a patched head": replace(
+        case(
+            Plain,
+            "A layer's new forward leaves a flag for the head's: no class mentions its name, so the flag was left "
+            "unchecked.",
+            answering,
+        ),
+        options={"partition": [3, 3], "verify": False},
+        refused="changes .*is_blank, but the trace recorded no such change",
+    ),
+}
