@@ -320,7 +320,7 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
     Compiled units run in eager mode, so that a trace does not compile units for its own shapes.
     """
     global _handling
-    before = {name: module.__dict__.get("forward") for name, module in units.items()}
+    before = [module.__dict__.get("forward") for module in units.values()]
     interceptions = intercept(units)
     handlers = [interception.handler for interception in interceptions]
     for interception in interceptions:
@@ -334,9 +334,11 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
         _handling -= 1
         for interception, previous in zip(interceptions, handlers, strict=True):
             interception.handler = previous
-        for name, module in units.items():
-            if before[name] is None:
+        for module, forward in zip(units.values(), before, strict=True):
+            if forward is None:
                 module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
 
 
 class Sliced:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
-from pipeshard.graph.units import containers, find_units
+from pipeshard.graph.units import containers, find_units, handled
 from pipeshard.hf import recomputes
 from tests.parity.build import build
 from tests.parity.entries import find
@@ -87,3 +88,15 @@ def test_a_dict_of_modules_is_cut_into_its_members() -> None:
     assert list(find_units(nn.Sequential(model))) == ["0.embed", "0.head"]
     model["layers"] = nn.ModuleList([layer])
     assert list(find_units(model)) == ["embed", "head", "layers.0.norm", "layers.0.mlp"]
+
+
+def test_a_layer_s_own_forward_is_put_back() -> None:
+    """Answered calls left an Interception on a layer with a forward of its own, and a model with Interceptions keeps
+    its units: the next trace would have had this one."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    own = model.layers[0].forward = lambda x: x
+    with handled(find_units(model), lambda name, forward, args, kwargs: name):
+        assert [layer(torch.zeros(2)) for layer in model.layers] == ["layers.0", "layers.1"]
+    assert model.layers[0].forward is own and "forward" not in vars(model.layers[1])
+    assert list(find_units(model)) == ["layers.0", "layers.1"]
