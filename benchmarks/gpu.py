@@ -30,7 +30,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy
+from torch.nn.modules.module import register_module_forward_hook
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -279,18 +281,24 @@ def told(case: Case, model: Any, step: Any) -> Result:
     """Measure the time until the other rank reports the fault of rank 1."""
     from pipeshard.errors import PipeshardError
 
-    def fail(*_: Any) -> None:
+    layer = model.model.layers[-1]
+
+    def fail(module: nn.Module, *_: Any) -> None:
+        if module is not layer:
+            return
         if case.fault == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if case.fault == "stalls":
             time.sleep(LIMIT)
         raise ArithmeticError("planted")
 
+    hooks = contextlib.ExitStack()
     if dist.get_rank() == 1:
-        model.model.layers[-1].register_forward_hook(fail)
+        hooks.callback(register_module_forward_hook(fail).remove)  # a hook of the layer would run in a new trace first
     began = time.perf_counter()
     try:
-        step()
+        with hooks:
+            step()
     except (ArithmeticError, PipeshardError) as error:
         if dist.get_rank() != 1 and "rank 1" not in str(error):
             raise

@@ -54,6 +54,7 @@ class Run:
             import pathlib, time
             import torch, torch.distributed as dist
             from tests.faults import job as jobs
+            from tests.hooks import register_unseen
             jobs.TIMEOUT = {timeout}
             folder = pathlib.Path({str(folder)!r})
             def stand(*_):
@@ -63,7 +64,7 @@ class Run:
             def plant(job):
                 if job.rank == {ranks}:
                     units = job.model.pipeline.policy.get_held_layers()
-                    next(unit for unit in units if hasattr(unit, "mlp")).mlp.register_forward_hook(stand)
+                    register_unseen(next(unit for unit in units if hasattr(unit, "mlp")).mlp, stand)
             torch.set_num_threads(1)
             dist.init_process_group("gloo")
             job = jobs.Job(folder)

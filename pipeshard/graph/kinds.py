@@ -26,7 +26,7 @@ from pipeshard.graph.nodes import reached
 from pipeshard.graph.operators import CASTING, casting
 from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of, format_path
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
-from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
+from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads, unhooked
 from pipeshard.graph.storage import storage_of
 from pipeshard.graph.taint import Hidden, Tag, Taint, Value
 from pipeshard.graph.unit_outputs import (
@@ -71,10 +71,12 @@ class Settings:
     Attributes:
         values: a comparable form of the value at each Location.
         modules: by id, each module that the unit or argument reaches, and its path.
+        unhooked: the dicts of hooks that were empty.
     """
 
     def __init__(self, root: Any) -> None:
         self.root, self.snapshot = root, Snapshot({UNIT: root})
+        self.unhooked = tuple(unhooked(self.snapshot).values())
         self.values: dict[Location, Any] = {((), "class"): type(root)}
         self.modules: dict[int, tuple[nn.Module, Path]] = {}
         for path, value, how, content, *_ in self.snapshot.holders:
@@ -246,7 +248,7 @@ class Kinds:
     def _settings_of(self, call: UnitCall) -> Settings:
         """The current settings of a unit, cached until a setting changes."""
         settings = self.settings.get(call.unit)
-        if settings is None or any(flagged(settings.snapshot)):
+        if settings is None or any(settings.unhooked) or any(flagged(settings.snapshot)):
             settings = self.settings[call.unit] = Settings(call.module)
         return settings
 

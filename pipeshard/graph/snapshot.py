@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.graph.places import (
+    HOOKS,
     MISSING,
     PLAIN,
     Path,
@@ -50,6 +51,7 @@ from pipeshard.private import DisableTorchFunction
 from pipeshard.replaced import StandIn
 
 MOST_OBJECTS = 200_000  # the maximum number of objects that are walked
+CALLED = frozenset(name for name in HOOKS if "state_dict" not in name)  # hooks that calls and backward passes run
 
 
 class Thresholds(NamedTuple):
@@ -299,6 +301,7 @@ class Flags:
         self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
         self.reads: dict[int, dict[int, int]] = {}  # by state and id: uses of the `data` of these tensors
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
+        self.unhooked: dict[int, dict[Path, Any]] = {}  # by state: empty dicts of hooks
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
         self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
         self.looks = Looks()
@@ -333,12 +336,14 @@ class Flags:
         self.looks.found()
         if len(self.states) >= MOST_STATES:
             oldest = next(iter(self.states))
-            del self.states[oldest], self.values[oldest], self.reads[oldest], self.trained[oldest]
+            for of_states in (self.states, self.values, self.reads, self.trained, self.unhooked):
+                del of_states[oldest]
         state = self.states[self.next] = Snapshot(self.roots, self.without)
         counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
         self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
         self.reads[self.next] = {id(tensor): count_reads(tensor) for tensor in counting}
         self.trained[self.next] = self._trained(state)
+        self.unhooked[self.next] = unhooked(state)
         self.unsure.add(self.next)
         self.next += 1
         return self.next - 1
@@ -363,9 +368,11 @@ class Flags:
         self.unsure.discard(self.now)
 
     def _changes(self, number: int) -> Iterator[Change]:
-        state, values = self.states[number], self.values[number]
+        state, values, unhooked = self.states[number], self.values[number], self.unhooked[number]
+        first = [(path, hooks) for path, hooks in unhooked.items() if hooks] if any(unhooked.values()) else []
+        hooked = (Change(path, hooks, None, {}, hooks) for path, hooks in first)
         if not self.without:
-            return flagged(state)
+            return itertools.chain(hooked, flagged(state))
         counting = (entry for entry in state.tensors if id(entry[3]) in values)
         others = (
             Change(path, holder, key, tensor, tensor)
@@ -373,7 +380,14 @@ class Flags:
             if (tensor._version, reads(tensor)) != (version, self.reads[number][id(tensor)])
             and not torch.equal(tensor, values[id(tensor)])
         )
-        return itertools.chain(state.replaced(_Annealing(state, values)), others)
+        return itertools.chain(hooked, state.replaced(_Annealing(state, values)), others)
+
+
+def unhooked(state: Snapshot) -> dict[Path, Any]:
+    """By path, the dicts of hooks of modules that are empty. The walk skips these dicts."""
+    modules = (holder for holder in state.holders if isinstance(holder.object, nn.Module))
+    dicts = {(*m.path, PathStep("attr", name)): m.object.__dict__.get(name) for m in modules for name in CALLED}
+    return {path: hooks for path, hooks in dicts.items() if hooks is not None and not hooks}
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:

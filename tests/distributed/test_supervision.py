@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ from pipeshard.distributed.progress import NOW, allowed
 from pipeshard.distributed.watch import AGENT
 from pipeshard.errors import CheckpointError, RankError
 from tests import zoo
+from tests.hooks import register_unseen
 from tests.house import ROOT
 from tests.pool import Pool
 from tests.unsplit import Split
@@ -450,11 +452,13 @@ def leave_reports(folder: str) -> None:
     with mock.patch.dict(os.environ, {crash.VARIABLE: folder}):
         split = cut(2)
         step(split)
+        hooks = ExitStack()
         if dist.get_rank() == 1:
             unit = split.model.pipeline.policy.get_held_layers()[0]
-            unit.register_forward_hook(lambda *_: 1 / 0)
+            hooks.callback(register_unseen(unit, lambda *_: 1 / 0).remove)
         try:
-            step(split)
+            with hooks:
+                step(split)
         except Exception:
             return
         raise AssertionError

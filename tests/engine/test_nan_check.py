@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from pipeshard.errors import NonFiniteError
 from tests import zoo
+from tests.hooks import register_unseen
 from tests.pool import Pool
 from tests.unsplit import Split
 
@@ -26,17 +28,19 @@ def spoiled(where: str, **options: Any) -> tuple[str, str]:
     """The class of the error, and its message, where rank 1 of 2 makes something that is not finite."""
     split = Split(zoo.build("gpt2"), 2, zoo.batch("gpt2"), num_microbatches=4, check_finite=True, **options)
     unit = next(unit for unit in split.model.pipeline.policy.get_held_layers() if hasattr(unit, "mlp"))
+    hooks = ExitStack()
     if dist.get_rank() == 1:
         match where:
             case "forward":
-                unit.mlp.register_forward_hook(lambda module, args, output: output * NAN)
+                handle = register_unseen(unit.mlp, lambda module, args, output: output * NAN)
+                hooks.callback(handle.remove)
             case "backward":
                 unit.mlp.c_fc.weight.register_hook(lambda gradient: gradient * NAN)
             case "parameter":
                 unit.mlp.c_fc.weight.data[0, 0] = float("inf")
             case "update":
                 split.optimizer.optim.register_step_pre_hook(lambda *_: spoil(unit.mlp.c_fc.weight))
-    with pytest.raises(Exception) as raised:
+    with hooks, pytest.raises(Exception) as raised:
         split.backward(zoo.batch("gpt2"))
         split.optimizer.step()
         split.backward(zoo.batch("gpt2"))

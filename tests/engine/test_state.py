@@ -1128,6 +1128,29 @@ def test_an_attribute_inside_layers_is_put_back_where_a_forward_is_left_early(po
     assert pool.run(wrong, 2, Switches, partition=[6, 7]) == [[], []]
 
 
+class ProbesAgain(Net):
+    """Runs all layers twice, and the second time with a hook on a module inside a layer."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        feats: list[Tensor] = []
+        x = nn.Sequential(*self.layers)(self.embed(ids))
+        handle = self.layers[1].b.register_forward_hook(lambda *call: feats.append(call[-1]))
+        for layer in self.layers:
+            x = layer(x)
+        handle.remove()
+        logits = self.head(x + sum(feats))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_a_first_hook_between_two_calls_of_a_layer_is_called() -> None:
+    """The second call was taken for one of the first call's kind, which has no hooks: the trace did not call the first
+    hook of a module inside the layer, so the result of the module was not sent."""
+    flow = trace(ProbesAgain(), read_batch(ProbesAgain(), batch(0)), None)
+    parts = [[part.source.module for part in call.parts] for call in flow.calls if call.unit == "layers.1"]
+    assert parts == [[""], ["", "b"]]
+    assert {flow.calls[value.call].unit for value in flow.calls[-1].reads.values} == {"layers.1", "layers.4"}
+
+
 class Capturing(Net):
     """Installs hooks in its first forward, as transformers does to collect router logits."""
 
@@ -1142,6 +1165,66 @@ class Capturing(Net):
         super().forward(ids, labels)
         logits = self.head(torch.stack(self.feats).mean(0))
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def hooked_after_boost(kind: str) -> list[float]:
+    """The differences of the loss from the unsplit model's, without and with the first hook on a module in layer 0. The
+    hook was registered after boost, and leaves a term of the criterion's loss."""
+    torch.manual_seed(0)
+    model, terms = Net(), list[Tensor]()
+    unsplit = copy.deepcopy(model)
+
+    def criterion(outputs: Any, inputs: Any) -> Tensor:
+        loss: Tensor = outputs["loss"] + sum(terms)
+        return loss
+
+    def hook(module: nn.Module, *call: Any) -> None:
+        terms.append((call[-1] if kind == "forward" else module.weight).square().mean())
+
+    booster = Booster(plugin=PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=1, dry_run_input=batch(9)))
+    boosted, optimizer, given, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1), criterion)
+    found = []
+    for is_hooked in (False, True):
+        for each in (boosted.unwrap(), unsplit) if is_hooked else ():
+            module = each.layers[0].a
+            (module.register_forward_hook if kind == "forward" else module.register_forward_pre_hook)(hook)
+        terms.clear()
+        loss = booster.execute_pipeline(iter([batch(0)]), boosted, given, optimizer)["loss"]
+        terms.clear()
+        found.append(abs(float(loss - criterion(unsplit(**batch(0)), {}))))
+    return found
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["forward", "pre"])
+def test_the_first_hook_of_a_module_is_found_after_boost(pool: Pool, kind: str) -> None:
+    """A loop registered the first hook of a module inside a layer after `boost`: no place was seen to change, so stages
+    without the layer did not call the hook, and its term was missing from the loss, silently."""
+    for differences in pool.run(hooked_after_boost, 2, kind):
+        assert max(differences) < 1e-6
+
+
+def test_a_hook_is_a_state_and_one_of_the_forward_is_none() -> None:
+    """A module's first hook was no new state, nor was a hook that was registered again after it had been removed. Hooks
+    that the first step registers must not be one: each later step would trace the model again."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    flags, numbers = Flags(model), []
+
+    def look() -> None:
+        numbers.append(flags.number())
+
+    look()
+    model[1].register_forward_pre_hook(lambda *call: None)  # by the first step
+    flags.stepped()
+    look()
+    for _ in range(2):
+        handle = model[0].register_forward_hook(lambda *call: None)
+        look()
+        flags.stepped()
+        handle.remove()
+        look()
+        flags.stepped()
+    assert numbers == [0, 0, 1, 0, 2, 0]
 
 
 def test_hooks_of_the_first_forward_change_only_at_its_start() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipeshard.checkpoint import safetensors_files as saving
 from pipeshard.distributed.progress import OTHER_CALLS
 from tests.faults.job import MICROBATCHES, SIZE, TIMEOUT, Job
+from tests.hooks import register_unseen
 
 CHILDHOOD = 12.0  # seconds that a forked child lives
 STAGES = ("first", "middle", "last")
@@ -127,7 +128,7 @@ class Planter:
                 job.batches = self._batches(job.batches)
             case "warm-up" | "steady":
                 after = 1 if self.case.phase == "warm-up" else MICROBATCHES // 2 + 1
-                module.mlp.register_forward_hook(counted(after, lambda module, args, output: act(output)))
+                register_unseen(module.mlp, counted(after, lambda module, args, output: act(output)))
             case "cool-down":
                 module.mlp.c_fc.weight.register_hook(counted(MICROBATCHES, act))
             case "tie sync":
