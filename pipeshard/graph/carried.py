@@ -34,7 +34,7 @@ from pipeshard.graph.places import (
 from pipeshard.graph.preserve import Before, put_hooks
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.storage import storage_of
-from pipeshard.graph.taint import Decision
+from pipeshard.graph.taint import Decision, Kept
 from pipeshard.graph.tracer import Tracer
 from pipeshard.replaced import replaced
 
@@ -113,6 +113,11 @@ class _Record:
         """Whether the last change of the place is after the last call, and the value of the place contains no
         tensor."""
         return self.until is None and not self.held.tensors
+
+    @property
+    def tag(self) -> Kept:
+        is_by_one = len(self.writers) == 1 and -1 not in self.writers
+        return Kept(self.name, min(self.writers) if is_by_one else None)
 
     def look(self, call: int | None, is_through: bool) -> None:
         """If the place has changed since the last look, record `call` as its last change. The writer is this call if
@@ -235,7 +240,7 @@ def _run_next(
     """Run the next forward, and record the readers of each place. Returns a Decision for each kept value that was
     computed from unit results and on which glue branches: only some stages can compute such a value."""
     tracer.reset = lambda: None
-    tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
+    tracer.kept = {record.tag: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
         again = tracer.run(batch, real)
     tracer.kept = {}

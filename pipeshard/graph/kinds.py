@@ -28,7 +28,7 @@ from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of, f
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads, unhooked
 from pipeshard.graph.storage import storage_of
-from pipeshard.graph.taint import Hidden, Tag, Taint, Value
+from pipeshard.graph.taint import Hidden, Kept, Tag, Taint, Value
 from pipeshard.graph.unit_outputs import (
     ARGUMENTS,
     LISTS,
@@ -56,6 +56,8 @@ from pipeshard.private import (
 
 Location = tuple[Path, Any]  # the path of a holder, and a key of its content
 Own = tuple[tuple[str, tuple[Any, ...]], ...]  # names and values of a unit's own tensors
+Beside = tuple[int, Path]  # the index of an argument, or OF_UNIT, and the path of a tensor that it reaches
+OF_UNIT = -1
 FEW = 16  # the maximum number of elements of a tensor in Own
 
 
@@ -93,6 +95,14 @@ class Settings:
         """The ids of the modules inside the unit."""
         return frozenset(map(id, self.root.modules()))
 
+    def computed(self, taint: Taint) -> Iterator[Path]:
+        """The paths of the tensors other than parameters that now have tags, such as results of other units. Omitted
+        is state that only this unit call writes: no other call has to know that this call reads the state."""
+        for path, tensor in self.snapshot.current():
+            tags = () if isinstance(tensor, nn.Parameter) else taint.of([tensor])
+            if any(not (isinstance(tag, Kept) and tag.writer == taint.calls) for tag in tags):
+                yield path
+
     def differences(self, other: "Settings") -> set[Location]:
         a, b = self.values, other.values
         return {at for at in a.keys() | b.keys() if at not in a or at not in b or a[at] != b[at]}
@@ -121,6 +131,8 @@ class Kind:
     `twins` the pairs (leaf, earlier leaf) that share memory. `written` are the inputs to which the call writes, and
     `met` are the tags of everything that the call reads except its tensor inputs and parameters. `own` contains the
     values of the unit's smallest tensors, since sizes may depend on these values, or is None for a visit on meta.
+    `beside` are the places of tensors that had tags and that the call could read: if it has met no tags, it has read
+    none of these tensors.
     """
 
     settings: Settings
@@ -138,6 +150,7 @@ class Kind:
     elements: int
     visit: Visit | None
     own: Own | None = None
+    beside: frozenset[Beside] = frozenset()
 
     @property
     def is_shared(self) -> bool:
@@ -221,11 +234,15 @@ class Kinds:
             visited = self._visit(call, taint, settings)
             self.valued |= {call.unit} if visited.own is not None else set()
             return replace(visited, met=visited.met | lent)
-        key = type(call.module), modes(), str(call.tree), tuple(map(describe, call.leaves))
-        known = self._known.setdefault(key, [])
-        kind = next((kind for kind in known if self._is_of(kind, call, settings)), None) if self.reuse else None
+        objects = {k: Settings(leaf) for k, leaf in enumerate(call.leaves) if not isinstance(leaf, (Tensor, *PLAIN))}
+        described = tuple(describe(leaf, objects.get(k)) for k, leaf in enumerate(call.leaves))
+        reaching = ((OF_UNIT, settings), *objects.items())
+        beside = frozenset((k, path) for k, reached in reaching for path in reached.computed(taint))
+        known = self._known.setdefault((type(call.module), modes(), str(call.tree), described), [])
+        alike = (kind for kind in known if beside <= kind.beside and self._is_of(kind, call, settings))
+        kind = next(alike, None) if self.reuse else None
         if kind is None:
-            kind = self._visit(call, taint, settings)
+            kind = replace(self._visit(call, taint, settings), beside=beside)
             if kind.is_shared:
                 known.append(kind)
         if kind.own is not None:
@@ -361,13 +378,14 @@ def modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *casts
 
 
-def describe(leaf: Any) -> Any:
-    """The properties of an argument that determine how a unit behaves."""
+def describe(leaf: Any, settings: Settings | None = None) -> Any:
+    """The properties of an argument that determine how a unit behaves. Pass the `settings` of the argument if they are
+    known."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, PLAIN):
         return type(leaf), leaf if not isinstance(leaf, slice) else str(leaf)
-    return _comparable(leaf), frozenset(Settings(leaf).values.items())
+    return _comparable(leaf), frozenset((settings or Settings(leaf)).values.items())
 
 
 def _comparable(value: Any) -> Any:

@@ -165,6 +165,19 @@ class Snapshot:
         """All objects and tensors that the walk has met, including objects that it does not enter."""
         return self._seen.values()
 
+    def current(self) -> Iterator[tuple[Path, Tensor]]:
+        """The tensors that the recorded objects contain now, with their paths. They may have replaced the recorded
+        ones."""
+        yield from ((path, tensor) for path, holder, _, tensor, _ in self.tensors if id(holder) not in self.paths)
+        for path, holder, how, *_ in self._with_tensors:
+            for key, entry in entries_of(content_of(holder, how)):
+                if isinstance(entry, Tensor):
+                    yield (*path, _step(how, key)), entry
+
+    @functools.cached_property
+    def _with_tensors(self) -> list[Holder]:
+        return [holder for holder in self.holders if any(isinstance(e, Tensor) for _, e in entries_of(holder.content))]
+
     def constants(self) -> set[int]:
         """The ids of values to which other values refer without a place, such as items of a tuple."""
         return {id(value) for seen in self._seen.values() for _, value in constants_of(seen)}

@@ -56,9 +56,11 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """State of an earlier forward, in the place `name`."""
+    """State of an earlier forward, in the place `name`. If only one unit call writes to the place, `writer` is the
+    number of this call."""
 
     name: str
+    writer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Tracer:
         reset: called before every run.
         listen: called with (call number, False) before each unit call, with (call number, True) after it, and with
             (None, False) at the end of the forward.
-        kept: for each place, by name, the tensors that an earlier forward left there.
+        kept: for the tag of each place, the tensors that an earlier forward left there.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Tracer:
         self.python_random = self.counts_results = False
         self.reset: Callable[[], None] = lambda: None
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
-        self.kept: Mapping[str, Sequence[Tensor]] = {}
+        self.kept: Mapping[Kept, Sequence[Tensor]] = {}
 
     @collector_paused()
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
@@ -129,9 +129,9 @@ class Tracer:
             self.taint.mark(parameter, self.taint.of([parameter]) | {Used(name)})  # parameters may share memory
         for path, leaf in batch.tensors.items():
             self.taint.mark(leaf, self.taint.of([leaf]) | {Input(path)})
-        for name, tensors in self.kept.items():
+        for tag, tensors in self.kept.items():
             for tensor in tensors:
-                self.taint.mark(tensor, frozenset({Kept(name)}))
+                self.taint.mark(tensor, frozenset({tag}))
 
     def _forward(self, batch: Batch) -> Any:
         try:

@@ -7,6 +7,7 @@ import queue
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -659,6 +660,83 @@ def test_layers_are_of_one_kind_where_they_differ_in_what_they_do_not_read(
     found = trace(model, batch())
     assert [call.unit for call in found.calls if "layers" in call.unit] == ["layers.0", "layers.1", "layers.2"]
     assert len({unit for unit in visited if "layers" in unit}) == (3 if read else 1)
+
+
+class Scaled(nn.Linear):
+    """A layer that also reads tensors of an object that it receives, of itself, and of a module that layers share."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__(H, H, bias=False)
+        self.shared, self.scale = shared, torch.ones(())
+
+    def forward(self, x: Tensor, told: Any) -> Tensor:
+        return super().forward(x) * told.scale * self.scale * self.shared.scale
+
+
+class Scales(Glued):
+    """Glue computes one of these tensors from the first layer's result."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.shared = kind, nn.Module()
+        self.shared.register_buffer("scale", torch.ones(()))
+        self.layers = nn.ModuleList(Scaled(self.shared) for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        told = SimpleNamespace(scale=torch.ones(()))
+        first = self.layers[0](x, told)
+        scale = first.detach().mean().sigmoid()
+        match self.kind:
+            case "argument":
+                told.scale = scale
+            case "attribute":
+                for layer in self.layers:
+                    layer.scale = scale
+            case "shared buffer":
+                self.shared.scale.copy_(scale)
+        return first + sum(layer(x, told) for layer in self.layers[1:])
+
+
+@pytest.mark.parametrize("kind", ["argument", "attribute", "shared buffer", "none"])
+def test_a_call_that_reads_a_computed_tensor_beside_its_inputs_is_of_no_kind_without_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Layers 1 and 2 were taken for layers of layer 0's kind, which had read a constant: the first layer's result was
+    not sent to them, and a mask computed from it was False everywhere on later stages, silently."""
+    visited, visit = [], Kinds._visit
+
+    def noted(kinds: Kinds, call: Any, *args: Any) -> Any:
+        visited.append(call.unit)
+        return visit(kinds, call, *args)
+
+    monkeypatch.setattr(Kinds, "_visit", noted)
+    found, own = reads(Scales(kind)), [] if kind == "none" else [Value(1, 0)]
+    assert found["layers.1"] == found["layers.2"] == [Value(0, 0), *own]
+    assert (len({unit for unit in visited if "layers" in unit}) == 1) == (kind == "none")
+
+
+class Centers(Glued):
+    """Layers read a statistic that the forward computes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Module()
+        self.shared.register_buffer("scale", torch.ones(()))
+        self.layers = nn.ModuleList(Scaled(self.shared) for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        told = SimpleNamespace(scale=torch.ones(()))
+        for layer in self.layers:
+            x = layer(x, told)
+        self.shared.scale.lerp_(x.detach().mean(), 0.1)
+        return x
+
+
+def test_layers_that_read_the_state_of_the_last_forward_are_not_cut_from_its_maker() -> None:
+    """In the next forward, the layers were taken for layers of the first forward's kind, which had read a constant: the
+    first stage kept the initial value of the statistic, silently."""
+    forbidden = forbidden_cuts(trace(Centers(), batch()))
+    assert "reads shared.scale" in forbidden[2] and "layers.2" in forbidden[3]
 
 
 def test_what_glue_drops_is_freed() -> None:
