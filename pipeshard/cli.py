@@ -99,7 +99,7 @@ def main() -> None:
     show_default=True,
     help="adamw | adamw_fused | sgd | none | [trainer_]adamw_8bit | [trainer_]lion_8bit",
 )
-@click.option("--dtype", help="bf16 | fp16 | fp32  [default: the folder's; bf16 for a model type]")
+@click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
 @click.option("--precision", help="bf16 | fp16 | fp32, as in PipelinePlugin.  [default: the weights' dtype]")
 @click.option("--dp", "dp_size", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
 @click.option("--zero", is_flag=True, help="Use zero_stage=1 across the replicas.")

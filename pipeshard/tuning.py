@@ -251,6 +251,7 @@ def blank(settings: Namespace) -> Any:
     import torch
     from peft import get_peft_model
 
+    from pipeshard.checkpoint.blank import auto_dtype
     from pipeshard.planner.models import DTYPE_NAMES, build
     from pipeshard.split.adapters import put_adapters
     from pipeshard.split.quantized import quantization_of, quantize_blank
@@ -263,7 +264,8 @@ def blank(settings: Namespace) -> Any:
     quantization, trusts = options.pop("quantization_config", None), options.pop("trust_remote_code")
     if options.get("attn_implementation") != "eager":  # the other kernels take as much memory as the default
         options.pop("attn_implementation", None)
-    model = build(source, sizes, dtype, recomputes, trust_remote_code=trusts, options=options)
+    otherwise = auto_dtype(Path(source)) if Path(source).is_dir() else torch.bfloat16
+    model = build(source, sizes, dtype, recomputes, trust_remote_code=trusts, options=options, otherwise=otherwise)
     packing = quantization_of(model.config, source, quantization)
     if packing is not None:
         quantize_blank(model, packing)

@@ -20,9 +20,9 @@ RESIZED_HEAD = (
 )
 
 
-def auto_dtype(config: Any, folder: Path | None) -> Any:
-    """The dtype for dtype="auto": the config's, or else that of the weights in the folder, or else fp32."""
-    return getattr(config, "dtype", None) or (stored_dtype(folder) if folder else None) or torch.float32
+def auto_dtype(folder: Path | None) -> torch.dtype:
+    """The dtype for dtype="auto" if the config has none: that of the weights in the folder, or else fp32."""
+    return (stored_dtype(folder) if folder else None) or torch.float32
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
@@ -47,7 +47,8 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is unknown: use 'auto', or a torch dtype such as 'bfloat16'")
     if dtype == "auto":
-        dtype = auto_dtype(config, None if gguf_file else path)
+        stored = auto_dtype(None if gguf_file else path)
+        dtype = getattr(config, "dtype", None) or stored
     is_auto = hasattr(auto_class, "from_config")
     make, code = (auto_class.from_config, trusted) if is_auto else (auto_class._from_config, {})
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype

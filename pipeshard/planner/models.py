@@ -19,7 +19,6 @@ from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from pipeshard.checkpoint.blank import auto_dtype
 from pipeshard.errors import ConfigurationError, explained, hint, summary
 from pipeshard.hf import can_recompute, has_adapters
 from pipeshard.split.quantized import method_of, quantization_of, quantize_blank
@@ -46,20 +45,20 @@ def build(
     as_saved: bool = False,
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
+    otherwise: torch.dtype = torch.bfloat16,
 ) -> nn.Module:
     """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
     `fields` are config fields as `key=value`, with values in JSON or plain text. `dtype` is "bf16", "fp16" or "fp32".
-    The default is bf16 for a model type, and otherwise the dtype with which from_pretrained loads the folder. A
-    positive `lora` is the rank of adapters on the layers that `lora_targets` names ("q_proj,v_proj"), or else on all
-    linear layers; only the adapters are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are
-    quantized as with the `quantization_config` of `from_pretrained`. With `as_saved`, weights that the folder stores in
-    4 or 8 bits are also quantized; otherwise, the folder's quantization is ignored. With `trust_remote_code`, code in
-    the folder is executed. `options` are further options of from_pretrained; unknown ones are ignored. Raises
-    ConfigurationError for a missing or unknown model, and for invalid arguments.
+    The default is the config's dtype or, if the config has none, `otherwise`. A positive `lora` is the rank of adapters
+    on the layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers; only the adapters are then
+    trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the `quantization_config` of
+    `from_pretrained`. With `as_saved`, weights that the folder stores in 4 or 8 bits are also quantized; otherwise, the
+    folder's quantization is ignored. With `trust_remote_code`, code in the folder is executed. `options` are further
+    options of from_pretrained; unknown ones are ignored. Raises ConfigurationError for a missing or unknown model, and
+    for invalid arguments.
     """
-    path = _path_of(source)
-    config = _config(source, path, dict(map(_field, fields)), trust_remote_code, options or {})
+    config = _config(source, dict(map(_field, fields)), trust_remote_code, options or {})
     if dtype is not None and dtype not in DTYPE_NAMES:
         raise ConfigurationError(f"dtype={dtype!r} is unknown: use one of {list(DTYPE_NAMES)}")
     if quantize is not None and quantize not in QUANTIZATIONS:
@@ -74,12 +73,7 @@ def build(
     packing = BitsAndBytesConfig(**QUANTIZATIONS[quantize]) if quantize else None
     if as_saved:
         packing = _packing(config, source, packing, lora)
-    if dtype:
-        chosen = DTYPE_NAMES[dtype]
-    elif path.exists():
-        chosen = auto_dtype(config, path if path.is_dir() else path.parent)
-    else:
-        chosen = getattr(config, "dtype", None) or torch.bfloat16
+    chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or otherwise
     with torch.device("meta"), _quiet():
         model: Any = _blank(config, chosen, trust_remote_code)
         if recompute and not can_recompute(model):
@@ -142,14 +136,10 @@ def precision_of(model: nn.Module) -> str:
     return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"
 
 
-def _path_of(source: str) -> Path:
+def _config(source: str, fields: dict[str, Any], trust_remote_code: bool, options: Mapping[str, Any]) -> Any:
     path = Path(source)
-    return _of_hub(source) if not path.exists() and source.count("/") == 1 else path
-
-
-def _config(
-    source: str, path: Path, fields: dict[str, Any], trust_remote_code: bool, options: Mapping[str, Any]
-) -> Any:
+    if not path.exists() and source.count("/") == 1:
+        path = _of_hub(source)
     given = {**options, **fields}
     with explained(lambda error: ConfigurationError(_what(source, path, fields, error))):
         if path.exists():
