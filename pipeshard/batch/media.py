@@ -9,7 +9,8 @@ or the patches of all items, and its shape does not show which entries belong to
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
    samples that have images (`_groups`). The entries of a mask may be groups of equally many patches.
-3. A leaf that the tokens do not determine is split by counts, one per sample (`num_local_patches`).
+3. A leaf whose number of entries is the sum of counts, one per sample (`num_local_patches`), is split by these counts,
+   not by the tokens.
 
 Otherwise, the assignment is unknown, and the batch cannot be split.
 """
@@ -36,8 +37,10 @@ def media_owners(model: nn.Module, batch: Batch) -> Owners:
         is_token = _is_token(model, batch, kind) if leaves else None
         unknown: Owners = {p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows}
         by_tokens = _by_tokens(leaves, is_token)
-        others = {path: leaf for path, leaf in leaves.items() if not by_tokens.get(path)}
-        owners |= unknown | by_tokens | _by_counts(others, batch)
+        per_sample = {
+            path: leaf for path, leaf in batch.tensors.items() if counts_items(path) and path not in by_tokens
+        }
+        owners |= unknown | by_tokens | _by_counts(leaves, per_sample, batch.rows)
     return owners
 
 
@@ -57,13 +60,15 @@ def _is_token(model: nn.Module, batch: Batch, kind: str) -> Tensor | None:
     return is_both if bool(is_both.any()) else is_kind
 
 
-def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
+def _by_counts(leaves: Mapping[str, Tensor], per_sample: Mapping[str, Tensor], rows: int) -> Owners:
+    """The number of entries of each sample in the leaves whose number of entries is the sum of one of the leaves
+    `per_sample`."""
     by_total: dict[int, Counts] = {}
-    for path, leaf in batch.tensors.items():
-        if counts_items(path) and leaf.shape == (batch.rows,) and not leaf.is_floating_point():
+    for leaf in per_sample.values():
+        if leaf.shape == (rows,) and not leaf.is_floating_point():
             counts = tuple(leaf.tolist())
             by_total.setdefault(sum(counts), counts)
-    sizes = {path: len(leaf) for path, leaf in leaves.items() if len(leaf) != batch.rows}
+    sizes = {path: len(leaf) for path, leaf in leaves.items() if len(leaf) != rows}
     return {path: by_total[size] for path, size in sizes.items() if size in by_total}
 
 

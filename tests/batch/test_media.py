@@ -293,6 +293,14 @@ def test_counts_in_the_batch_tell_whose_images_they_are() -> None:
     assert [len(part.data["pixel_values"]) for part in read.split(3)] == [1, 3, 1]
 
 
+def test_counts_per_row_come_before_tokens() -> None:
+    """DeepSeek-OCR 2 with one image per row, and one patch of the second image: its pixels are not four patches side by
+    side."""
+    data = {"input_ids": rows_of(2, 3, 2, 2), "pixel_values": torch.rand(4, 3, 8, 8)}
+    local = {"pixel_values_local": torch.rand(1, 3, 8, 8), "num_local_patches": torch.tensor([0, 1, 0, 0])}
+    assert read_batch(READER, {**data, **local}).owners == {"pixel_values_local": (0, 1, 0, 0)}
+
+
 def test_media_of_two_kinds_are_told_apart() -> None:
     ids = torch.tensor([[3, 3, 5, 8], [8, 8, 5, 5]])
     data = {"input_ids": ids, "pixel_values": NUMBERS[:1], "input_features": NUMBERS[:3]}
