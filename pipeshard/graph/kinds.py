@@ -24,7 +24,7 @@ from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.nodes import reached
 from pipeshard.graph.operators import CASTING, casting
-from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of, format_path
+from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, PathStep, entries_of, format_path, own
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads, unhooked
 from pipeshard.graph.storage import storage_of
@@ -302,7 +302,7 @@ class Kinds:
         tensors = [(k, t) for k, t in enumerate(inputs) if isinstance(t, Tensor)]
         nodes = {t.grad_fn: frozenset({k}) for k, t in tensors if t.grad_fn is not None}
         positions = {storage_of(t): k for k, t in tensors}
-        read: set[Location] = set()
+        read: set[Location] = {((PathStep("root", UNIT),), "forward")}  # the call was intercepted after this read
 
         def note(module: nn.Module, name: str) -> None:
             read.add((settings.modules[id(module)][1], name))
@@ -389,6 +389,7 @@ def describe(leaf: Any, settings: Settings | None = None) -> Any:
 
 
 def _comparable(value: Any) -> Any:
+    value = own(value)
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, is_trainable(value)
     if isinstance(value, slice):
@@ -401,7 +402,9 @@ def _comparable(value: Any) -> Any:
         return _comparable(value.func), _comparable(value.args), repr(sorted(value.keywords))
     if isinstance(value, MethodType):
         return _comparable(value.__func__), type(value.__self__)
-    return value.__code__ if isinstance(value, FunctionType) else type(value)
+    if isinstance(value, FunctionType):
+        return value.__code__, _comparable(value.__defaults__ or ())
+    return type(value)
 
 
 @contextlib.contextmanager

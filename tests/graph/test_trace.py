@@ -6,8 +6,9 @@ import copy
 import queue
 import time
 import weakref
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -660,6 +661,58 @@ def test_layers_are_of_one_kind_where_they_differ_in_what_they_do_not_read(
     found = trace(model, batch())
     assert [call.unit for call in found.calls if "layers" in call.unit] == ["layers.0", "layers.1", "layers.2"]
     assert len({unit for unit in visited if "layers" in unit}) == (3 if read else 1)
+
+
+def times(layer: Any, x: Tensor, factor: float = 1.0) -> Tensor:
+    result: Tensor = nn.Linear.forward(layer, x) * factor
+    return result
+
+
+def by_closure(layer: Any, k: int) -> Any:
+    return lambda x: times(layer, x, k)
+
+
+def by_default(layer: Any, k: int) -> Any:
+    return lambda x, factor=k: times(layer, x, factor)
+
+
+def by_keyword(layer: Any, k: int) -> Any:
+    def forward(x: Tensor, *, factor: int = k) -> Tensor:
+        return times(layer, x, factor)
+
+    return forward
+
+
+PATCHES: dict[str, tuple[Any, int]] = {
+    "bound": (lambda layer, k: MethodType(times, layer), 1),
+    "partial": (lambda layer, k: partial(times, layer), 1),
+    "one": (lambda layer, k: MethodType(times, layer) if k == 1 else None, 2),
+    "closure": (by_closure, 3),
+    "default": (by_default, 3),
+    "keyword": (by_keyword, 3),
+    "partial of a keyword": (lambda layer, k: partial(times, layer, factor=k), 3),
+    "partial of a default": (lambda layer, k: partial(by_default(layer, k)), 3),
+}
+
+
+@pytest.mark.parametrize("way", PATCHES)
+def test_layers_are_of_one_kind_if_their_own_forwards_are_alike(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """All calls of units are intercepted, so a layer with a forward of its own was of the kind of a layer without, and
+    functions that differ in the defaults of a loop were alike."""
+    visited, visit = [], Kinds._visit
+
+    def noted(kinds: Kinds, call: Any, *args: Any) -> Any:
+        visited.append(call.unit)
+        return visit(kinds, call, *args)
+
+    model, (patch, expected) = Glued(), PATCHES[way]
+    model.layers = nn.ModuleList(nn.Linear(H, H) for k in range(3))
+    for k, layer in enumerate(model.layers):
+        if forward := patch(layer, k):
+            layer.forward = forward
+    monkeypatch.setattr(Kinds, "_visit", noted)
+    trace(model, batch())
+    assert len({unit for unit in visited if "layers" in unit}) == expected
 
 
 class Scaled(nn.Linear):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tests.hunt.cases import Batch, Case
@@ -118,6 +119,32 @@ def answering(model: Any) -> None:
         layer.forward = MethodType(function, layer)
 
 
+def counts(block: Any, x: Tensor) -> Any:
+    block.count += 1
+    return x + block.b(torch.tanh(block.a(x))) * (block.count % 3)
+
+
+def adds_loss(block: Any, x: Tensor) -> Any:
+    y = x + block.b(torch.tanh(block.a(x)))
+    block.aux = y.square().mean()
+    return y
+
+
+class AddingPlain(Adding):
+    def extra(self) -> Any:
+        return sum(layer.aux for layer in self.layers if hasattr(layer, "aux"))
+
+
+def one(function: Callable[..., Any]) -> Callable[[Any], None]:
+    """Sets the forward of one block, which is not the first of its class."""
+
+    def prepare(model: Any) -> None:
+        block = model.layers[1]
+        block.forward, block.count = MethodType(function, block), 0
+
+    return prepare
+
+
 def of_lengths(*lengths: int) -> list[Batch]:
     return [data(seed, length=length) for seed, length in enumerate(lengths)]
 
@@ -143,6 +170,21 @@ CASES = {
         Plain,
         "functools.wraps gives the user's function the module of torch's: it counted as torch's, with its closure.",
         wrapped,
+    ),
+    "a count of one patched layer": replace(
+        case(
+            Plain,
+            "One layer counts its calls. It was of the kind of the others, which count nothing, so it was recomputed "
+            "and counted twice.",
+            one(counts),
+        ),
+        options={"partition": [3, 3], "recompute": True, "verify": False},
+    ),
+    "a loss of one patched layer": case(
+        AddingPlain,
+        "One layer leaves a loss on itself: it was of the kind of the others, and refused for a change that the trace "
+        "had not recorded.",
+        one(adds_loss),
     ),
     "a flag for a patched head": replace(
         case(
