@@ -30,6 +30,7 @@ LAYERS = (
     ("plugin",),
     ("entry", "interop", "layers", "elastic", "launch", "trainer"),
     ("commands", "trial", "recipe", "notebook"),
+    ("dry_run",),
     ("tuning",),
     ("cli",),
 )

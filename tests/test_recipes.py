@@ -25,7 +25,7 @@ import yaml
 from click.testing import CliRunner, Result
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from pipeshard import recipe, script, tuning
+from pipeshard import dry_run, recipe, script, tuning
 from pipeshard.batch.batch import split_sizes
 from pipeshard.cli import main
 from pipeshard.errors import ConfigurationError
@@ -364,9 +364,9 @@ def test_a_plan_counts_the_states_of_every_optimizer(settings: dict[str, str], e
     read = recipe.read("sft", [f"--{name}={value}" for name, value in settings.items()])
     if expected is None:
         with pytest.raises(ConfigurationError, match="optim=ademamix, which keeps three states per parameter"):
-            tuning.planned_optimizer(read)
+            dry_run.planned_optimizer(read)
         return
-    assert tuning.planned_optimizer(read) == expected
+    assert dry_run.planned_optimizer(read) == expected
     read.dry_run = True
     noted = any(f"states of optim={read.optim} as those of AdamW" in text for text in tuning.remarks("sft", read))
     assert noted == (read.optim in ("lion_32bit", "rmsprop"))
@@ -382,7 +382,7 @@ def test_a_plan_has_the_largest_microbatch_of_a_run(
     """A batch of 3 samples in 2 microbatches was planned with 1 sample in each."""
     settings = recipe.read("sft", [f"--per_device_train_batch_size={samples}"])
     settings.gradient_accumulation_steps, settings.microbatches = window, asked
-    assert tuning.microbatches(settings) == expected
+    assert dry_run.microbatches(settings) == expected
     if asked is not None:
         assert max(split_sizes(samples, asked // window, None)) == expected[1]
 
@@ -661,7 +661,7 @@ def test_a_packed_batch_is_noted_as_one_microbatch() -> None:
         settings = recipe.read("sft", arguments)
         settings.gradient_accumulation_steps, settings.microbatches = 1, 8
         assert re.fullmatch(message, "".join(tuning.remarks("sft", settings)))
-        assert tuning.microbatches(settings) == ((1, 8) if message else (8, 1))
+        assert dry_run.microbatches(settings) == ((1, 8) if message else (8, 1))
 
 
 def save_checkpoint(folder: Path, step: int) -> None:
@@ -851,9 +851,9 @@ def test_cuts_that_a_plan_has_moved_are_to_be_set(tmp_path: Path) -> None:
     """`--dry_run` with device_memory exited with 0 for cuts that training does not use, and did not name them."""
     asked = ["sft", "--config", toy(tmp_path, model=zoo.build("llama", layers=8)), "--dry_run", "--max_length=16"]
     read = recipe.read("sft", asked[1:])
-    peak = tuning.planned(read).estimate.peak
+    peak = dry_run.planned(read).estimate.peak
     read.device_memory = str(peak - 1)
-    cuts = ",".join(map(str, tuning.planned(read).cuts))
+    cuts = ",".join(map(str, dry_run.planned(read).cuts))
     advice = f"Set partition={cuts}: training does not move the cuts to fit.\n"
     assert said(*asked, f"--device_memory={peak - 1}").output.endswith(advice)
     assert "Set partition" not in said(*asked, f"--device_memory={peak}").output
@@ -866,7 +866,7 @@ def test_a_plan_fits_with_the_slices_of_the_run(tmp_path: Path) -> None:
     """`num_slices: 2` was accepted because 16 slices fit, "auto" too, which chooses by time only, and 32 slices were
     not planned."""
     asked = ["sft", "--config", toy(tmp_path), "--dry_run", "--recompute=1", "--max_length=256"]
-    peaks = {one.n: one.peak for one in tuning.planned(recipe.read("sft", asked[1:])).in_slices()}
+    peaks = {one.n: one.peak for one in dry_run.planned(recipe.read("sft", asked[1:])).in_slices()}
     limit = f"--device_memory={peaks[16]}"
     assert peaks[16] < peaks[8] < peaks[2]
     for number, slices in (("2", "2 slices"), ("auto", "1 slice")):
@@ -900,7 +900,7 @@ def test_the_model_of_a_plan_is_that_of_the_run(tmp_path: Path, options: list[st
     config.write_text(json.dumps(described))
     read = recipe.read("sft", ["--config", file, *options])
     forms = []
-    for made in (tuning.blank(read), recipe.model_of("sft", read)):
+    for made in (dry_run.blank(read), recipe.model_of("sft", read)):
         assert made.config._attn_implementation == ("sdpa" if "auto" in options[0] else "eager")
         forms.append([(name, p.dtype, p.shape) for name, p in made.named_parameters()])
     assert forms[0] == forms[1]
@@ -943,7 +943,7 @@ def test_adapters_are_planned_in_the_dtype_that_is_trained(is_packed: bool) -> N
     small = f"--model_config=llama {' '.join(f'{key}={value}' for key, value in zoo.TINY.items())}"
     read = recipe.read("sft", ["--model_name_or_path=owner/name", small, "--dtype=bfloat16", "--use_peft"])
     read.load_in_4bit = is_packed
-    trained = {parameter.dtype for parameter in tuning.blank(read).parameters() if parameter.requires_grad}
+    trained = {parameter.dtype for parameter in dry_run.blank(read).parameters() if parameter.requires_grad}
     assert trained == {torch.bfloat16 if is_packed else torch.float32}
 
 
@@ -956,14 +956,14 @@ def test_a_folder_in_4_bits_is_planned_as_it_is(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     read = recipe.read("sft", [f"--model_name_or_path={tmp_path}", "--dtype=bfloat16"])
     with pytest.raises(ConfigurationError, match="quantized, so there is nothing to train: set use_peft=true"):
-        tuning.planned(read)
+        dry_run.planned(read)
     read.use_peft = True
-    blank = tuning.blank(read)
+    blank = dry_run.blank(read)
     assert any(packed_layers(blank))
     assert {parameter.dtype for parameter in blank.parameters() if parameter.requires_grad} == {torch.bfloat16}
     read.load_in_4bit = True
     with pytest.raises(ConfigurationError, match="quantized already: set load_in_4bit=false"):
-        tuning.planned(read)
+        dry_run.planned(read)
 
 
 OWN_CODE = """
