@@ -44,6 +44,7 @@ REGISTRIES = {
     "transformers.integrations.moe": "ALL_EXPERTS_FUNCTIONS",
 }
 IMPLEMENTATIONS = "_attn_implementation", "_experts_implementation"
+SELECTING = IMPLEMENTATIONS[0]  # an attribute of the classes of configs that have such fields
 LOSSES = "transformers.loss.loss_utils", "LOSS_MAPPING"  # module and name of the registry of losses
 LOSS_TYPE, DEFAULT_LOSS = "loss_type", "ForCausalLM"  # a model's attribute that selects a loss, and the default loss
 
@@ -397,11 +398,11 @@ def has_known_loss(model: nn.Module) -> bool:
     return is_of_transformers(model) and are_own
 
 
-def registered_functions(module: nn.Module) -> dict[str, Any]:
-    """The functions for attention, masks and experts that the config of this module selects from transformers'
-    registries, by registry and name."""
-    config, found = getattr(module, "config", None), dict[str, Any]()
+def registered_functions(config: Any) -> dict[str, Any]:
+    """The functions for attention, masks and experts that a config selects from transformers' registries, by registry
+    and name."""
     selected = {name for field in IMPLEMENTATIONS if isinstance(name := getattr(config, field, None), str)}
+    found: dict[str, Any] = {}
     for path, registry in REGISTRIES.items() if selected else ():
         of_path = getattr(sys.modules.get(path), registry, {})
         found |= {f"{registry} {name}": of_path[name] for name in selected if name in of_path}

@@ -320,7 +320,7 @@ def test_a_loss_or_forward_that_was_replaced_is_not_known(change: Any, monkeypat
 
 def test_registries_have_the_functions_that_a_config_selects() -> None:
     config = transformers.MixtralConfig(attn_implementation="sdpa", **TINY)
-    found = hf.registered_functions(transformers.MixtralForCausalLM(config))
+    found = hf.registered_functions(transformers.MixtralForCausalLM(config).config)
     expected = {getattr(config, field) for field in hf.IMPLEMENTATIONS}
     registries = [getattr(importlib.import_module(path), name) for path, name in hf.REGISTRIES.items()]
     assert [*found.values()] == [registry[name] for registry in registries for name in expected if name in registry]

@@ -154,6 +154,8 @@ class _Record:
 
     def carried(self) -> Carried:
         readers, end = self.readers, self.until
+        if has_one_updater(self.name, self.place.path, self.uses, self.kind):
+            readers = readers - (self.writers - {-1})  # these calls run on one stage, or are refused
         is_lasting = isinstance(self.held.value, Tensor) and (self.kind == "tensor" or self.name in self.uses.kept)
         if -1 in self.writers and is_lasting and not readers:
             readers = {-1}  # the user may read or save the tensor
@@ -252,6 +254,13 @@ def _run_next(
         record.readers = readers[record.name] if is_same_way else {-1, *range(len(flow.calls))}
     refused = [r.name for r in records if r.name in tracer.taint.recalled and (r.uses.values or r.uses.hidden)]
     return tuple(Decision(f"a value that {name} keeps from an earlier forward") for name in sorted(refused))
+
+
+def has_one_updater(name: str, path: Path, uses: Reads, kind: str) -> bool:
+    """Whether each forward updates the state that the last one left at this place. All writers of such state must run
+    on one stage, since each stage has its own copy."""
+    is_moved = name in uses.kept and "_buffers" in [step.key for step in path[-2:]]
+    return is_moved or kind in ("generator", "number")
 
 
 @contextmanager

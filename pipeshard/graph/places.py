@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.packages import is_library, is_users
-from pipeshard.hf import registered_functions
+from pipeshard.hf import SELECTING, registered_functions
 from pipeshard.replaced import StandIn
 
 OF_PYTHON = (type(None), bool, int, float, complex, str, bytes, range, slice)
@@ -45,7 +45,6 @@ FEW = 8  # arrays and tensors with more elements count as data, not as threshold
 LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 BUILTIN = (dict, list, set, deque, bytearray)  # collections whose entries are not in attributes
-CODE = (FunctionType, property)
 OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "LOAD_NAME")  # endings of the names of instructions that access a global
 
 
@@ -236,8 +235,9 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
     elif isinstance(value, nn.Module):
         held = value.__dict__
         yield from ((PathStep("attr", name), held[name]) for name in HOOKS if held.get(name))
-        of_registries = registered_functions(value) if "config" in held else {}
-        yield from ((PathStep("registry", k), v) for k, v in of_registries.items() if is_users_function(v))
+    elif hasattr(type(value), SELECTING):
+        of_registries = registered_functions(value).items()
+        yield from ((PathStep("registry", key), one) for key, one in of_registries if is_users_function(one))
     if not isinstance(value, type) and _has_code(type(value)):
         yield PathStep("attr", "__class__"), type(value)
 
@@ -251,13 +251,15 @@ def _has_code(kind: Any) -> bool:
 def _code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
     """The functions and properties of the user's class; of a package's class, the user's functions in the class and in
     its Python module."""
-    code = ((name, getattr(value, "__func__", value)) for name, value in vars(kind).items())
+    code = {name: getattr(value, "__func__", value) for name, value in vars(kind).items()}
     if is_users(kind.__module__):
-        yield from ((PathStep("class", name), value) for name, value in code if isinstance(value, CODE))
+        yield from ((PathStep("class", name), v) for name, v in code.items() if isinstance(v, FunctionType | property))
         return
-    yield from ((PathStep("class", name), value) for name, value in code if is_users_function(value))
     beside = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
-    yield from ((PathStep("beside", name), value) for name, value in beside.items() if is_users_function(value))
+    for how, held in (("class", code), ("beside", dict(beside))):
+        found = ((name, value) for name, value in held.items() if isinstance(value, FunctionType))
+        others = ((name, value) for name, value in found if value.__globals__ is not beside)  # decided fast
+        yield from ((PathStep(how, name), value) for name, value in others if is_users_function(value))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -223,7 +223,7 @@ class Snapshot:
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
         """Record the entry of `holder` at `key`: a tensor, or an object to walk."""
         if not isinstance(entry, Tensor):
-            queue.append((path, own(entry)))
+            queue.append((path, own(entry) if isinstance(entry, StandIn) else entry))
         elif id(entry) not in self._seen and not entry.is_inference():
             self._seen[id(entry)] = entry
             self.tensors.append((path, holder, key, entry, entry._version))

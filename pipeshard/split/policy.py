@@ -28,6 +28,7 @@ from pipeshard.errors import (
     summary,
     unknown,
 )
+from pipeshard.graph.carried import has_one_updater
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
@@ -230,7 +231,8 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
             f"{type(model).__name__} branches in Python on a unit's result, which only the stage of this unit has: "
             f"{'; '.join(on_results)}. Replace the branch with tensor operations (torch.where), or move the branch "
             "into the forward of a separate module (together with any torch.autograd.grad call that the branch depends "
-            "on), or use one stage (pp_size=1)"
+            "on), or use one stage (pp_size=1). A forward hook may keep tensors (y.detach().mean()): read their values "
+            "after the step"
         )
     if decisions:
         parameters = dict.fromkeys(name for decision in decisions for name in decision.parameters)
@@ -254,8 +256,7 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
                 f"units{f', based on {sources[0]}' if sources else ''}, but no stage can update it for all stages: "
                 "change the parameter after optimizer.step() or inside a unit, or use one stage (pp_size=1)"
             )
-        is_moved = place.name in place.uses.kept and "_buffers" in [step.key for step in place.path[-2:]]
-        if (is_moved or place.kind in ("generator", "number")) and len(writers) > 1:
+        if len(writers) > 1 and has_one_updater(place.name, place.path, place.uses, place.kind):
             raise TraceError(
                 f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} {place.name}, "
                 "but do not run on the same stages, and each stage has its own copy, so the copies would diverge: give "

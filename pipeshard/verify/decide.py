@@ -250,7 +250,8 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
         return False
     classes = {kind for module in model.modules() if not isinstance(module, Packed) for kind in type(module).__mro__}
     methods = [value for kind in classes for value in vars(kind).values() if inspect.isfunction(value)]
-    registered = [function for module in model.modules() for function in registered_functions(module).values()]
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    registered = [function for config in configs for function in registered_functions(config).values()]
     if not all(map(is_of_packages, [*methods, *registered])):
         return False
     return all(

@@ -97,7 +97,7 @@ def forwards(self: nn.Module, x: Any, **options: Any) -> Any:
 def of_registry(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
     monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "of a test", attends)
     layer.self_attn.config._attn_implementation = "of a test"
-    return "layer.self_attn registry ALL_ATTENTION_FUNCTIONS of a test global FOUND['by a patch']"
+    return "layer.self_attn.config registry ALL_ATTENTION_FUNCTIONS of a test global FOUND['by a patch']"
 
 
 def of_file(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
