@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -86,12 +87,14 @@ def trained(model: nn.Module, data: Any, **options: Any) -> tuple[Tensor, dict[s
     torch.manual_seed(3)
     split.backward(data)
     split.step()
-    runs: Counter[str] = Counter()
+    runs, names = Counter[str](), dict[nn.Module, str]()
     for name in split.model.pipeline.policy.replay.held if "compile" not in options else ():  # hooks are compiled, too
         inside = [m for m in model.get_submodule(name).modules() if not isinstance(m, nn.ModuleList)]
-        for inner in inside[1:2]:
-            inner.register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
+        names |= dict.fromkeys(inside[1:2], name)
+    # Not a hook of the module itself: a layer whose hook counts its calls is not run again.
+    handle = register_module_forward_pre_hook(lambda module, _: runs.update([names[module]] if module in names else []))
     loss = split.backward(data)["loss"]
+    handle.remove()
     return loss, {key: p.grad for key, p in split.held.items()}, runs
 
 
