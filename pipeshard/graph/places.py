@@ -122,7 +122,7 @@ def resolve(root: Any, path: Iterable[PathStep]) -> Any:
             root = _state(root)
         elif how == "registry":
             root = registered_functions(root)[key]
-        elif how == "beside":
+        elif how == "file":
             root = getattr(sys.modules[root.__module__], key)
         else:
             root = _in_globals(root, key)
@@ -256,7 +256,7 @@ def _code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
         yield from ((PathStep("class", name), v) for name, v in code.items() if isinstance(v, FunctionType | property))
         return
     beside = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
-    for how, held in (("class", code), ("beside", dict(beside))):
+    for how, held in (("class", code), ("file", dict(beside))):
         found = ((name, value) for name, value in held.items() if isinstance(value, FunctionType))
         others = ((name, value) for name, value in found if value.__globals__ is not beside)  # decided fast
         yield from ((PathStep(how, name), value) for name, value in others if is_users_function(value))

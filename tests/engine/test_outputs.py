@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import PipeshardError, UsageError
 from tests import zoo
+from tests.hooks import register_unseen
 from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
@@ -107,7 +108,7 @@ def alive() -> tuple[list[int], list[int]]:
             weakref.finalize(result.untyped_storage(), lambda: living.__setitem__(0, living[0] - 1))
 
         split.evaluate(data, return_outputs=what)  # traced by now
-        handle = split.model.unwrap().lm_head.register_forward_hook(made)
+        handle = register_unseen(split.model.unwrap().lm_head, made)
         out = split.evaluate(data, return_outputs=what)
         handle.remove()
         assert (out["outputs"] is not None) == is_last

@@ -102,7 +102,7 @@ def of_registry(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
 
 def of_file(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotates)
-    return "layer.__class__ beside apply_rotary_pos_emb global FOUND['by a patch']"
+    return "layer.__class__ file apply_rotary_pos_emb global FOUND['by a patch']"
 
 
 def of_class(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
