@@ -902,10 +902,14 @@ def test_ties_inside_a_stage_count() -> None:
 @pytest.mark.parametrize(("device", "index"), [("cuda", 1), ("cuda:2", 2), (torch.device("cuda"), 1)])
 def test_a_device_gets_its_index(device: Any, index: int) -> None:
     """The name "cuda" ended in an IndexError or TypeError where the random generators of the GPUs are read."""
+    gpus, generators = [torch.Generator() for _ in range(3)], []
     with (
-        mock.patch.multiple(torch.cuda, init=mock.DEFAULT, current_device=lambda: 1) as patched,
-        mock.patch("pipeshard.interop.build.partition", side_effect=InterruptedError) as partition,
-        pytest.raises(InterruptedError),
+        mock.patch("torch.cuda.default_generators", generators),
+        mock.patch("torch.cuda.init", lambda: generators.extend(gpus)),
+        mock.patch("torch.cuda.current_device", lambda: 1),
+        mock.patch("pipeshard.interop.build.shard", side_effect=InterruptedError) as shard,
     ):
-        build(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, batch=torch.ones(1, 2), device=device)
-    assert partition.call_args.args[-1] == torch.device("cuda", index) and patched["init"].called
+        with pytest.raises(InterruptedError):
+            build(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, batch=torch.ones(1, 2), device=device)
+        _, policy, where = shard.call_args.args
+        assert where == torch.device("cuda", index) and policy.replay.randomness.generators[1] is gpus[index]
