@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.garbage import collector_paused
 from pipeshard.recipe import config_of, filled, in_settings, model_options, plugin_arguments, trl
 from pipeshard.replaced import replaced
@@ -116,7 +116,6 @@ def blank(settings: Namespace) -> Any:
     import torch
     from peft import get_peft_model
 
-    from pipeshard.checkpoint.blank import auto_dtype
     from pipeshard.planner.models import DTYPE_NAMES, build
     from pipeshard.split.adapters import put_adapters
     from pipeshard.split.quantized import quantization_of, quantize_blank
@@ -129,7 +128,7 @@ def blank(settings: Namespace) -> Any:
     quantization, trusts = options.pop("quantization_config", None), options.pop("trust_remote_code")
     if options.get("attn_implementation") != "eager":  # the other kernels take as much memory as the default
         options.pop("attn_implementation", None)
-    otherwise = auto_dtype(Path(source)) if Path(source).is_dir() else torch.bfloat16
+    otherwise = partial(dtype_of_weights, Path(source))
     model = build(source, sizes, dtype, recomputes, trust_remote_code=trusts, options=options, otherwise=otherwise)
     packing = quantization_of(model.config, source, quantization)
     if packing is not None:
@@ -146,6 +145,21 @@ def blank(settings: Namespace) -> Any:
         if parameter.requires_grad:  # TRL trains the adapters of a quantized base in bf16
             parameter.data = parameter.data.to(torch.bfloat16)
     return adapted
+
+
+def dtype_of_weights(folder: Path) -> Any:
+    """The dtype for `dtype: auto` if the config has none: that of the weights in `folder`, or fp32 without complete
+    weights, or bf16 without a folder."""
+    import torch
+
+    from pipeshard.checkpoint.blank import auto_dtype
+
+    if not folder.is_dir():
+        return torch.bfloat16
+    try:
+        return auto_dtype(folder)
+    except CheckpointError:  # not downloaded yet
+        return torch.float32
 
 
 def fuse_head(model: Any) -> None:

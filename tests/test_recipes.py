@@ -907,6 +907,24 @@ def test_the_model_of_a_plan_is_that_of_the_run(tmp_path: Path, options: list[st
 
 
 @pytest.mark.turns
+@pytest.mark.parametrize(
+    ("described", "option", "planned"),
+    [("bfloat16", "auto", torch.bfloat16), (None, "bfloat16", torch.bfloat16), (None, "auto", torch.float32)],
+)
+def test_a_plan_needs_no_weights(tmp_path: Path, described: str | None, option: str, planned: torch.dtype) -> None:
+    """After `hf download --include "*.json"`, the dry run looked for the weights that the index lists: "the checkpoint
+    is incomplete", although the config and the settings were enough for a plan."""
+    file, folder = toy(tmp_path), tmp_path / "model"
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": described}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = dry_run.blank(recipe.read("sft", ["--config", file, f"--dtype={option}"]))
+    assert {parameter.dtype for parameter in model.parameters()} == {planned}
+
+
+@pytest.mark.turns
 def test_the_model_that_is_named_is_planned(tmp_path: Path) -> None:
     """`--model_name_or_path Qwen/Qwen2.5-7B` with a recipe for a llama of 135M parameters planned the llama, and so
     did a mistyped folder."""

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,18 @@ def build(
     as_saved: bool = False,
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
-    otherwise: torch.dtype = torch.bfloat16,
+    otherwise: Callable[[], torch.dtype] = lambda: torch.bfloat16,
 ) -> nn.Module:
     """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
     `fields` are config fields as `key=value`, with values in JSON or plain text. `dtype` is "bf16", "fp16" or "fp32".
-    The default is the config's dtype or, if the config has none, `otherwise`. A positive `lora` is the rank of adapters
-    on the layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers; only the adapters are then
-    trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the `quantization_config` of
-    `from_pretrained`. With `as_saved`, weights that the folder stores in 4 or 8 bits are also quantized; otherwise, the
-    folder's quantization is ignored. With `trust_remote_code`, code in the folder is executed. `options` are further
-    options of from_pretrained; unknown ones are ignored. Raises ConfigurationError for a missing or unknown model, and
-    for invalid arguments.
+    The default is the config's dtype or, if the config has none, `otherwise()`. A positive `lora` is the rank of
+    adapters on the layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers; only the adapters
+    are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the
+    `quantization_config` of `from_pretrained`. With `as_saved`, weights that the folder stores in 4 or 8 bits are also
+    quantized; otherwise, the folder's quantization is ignored. With `trust_remote_code`, code in the folder is
+    executed. `options` are further options of from_pretrained; unknown ones are ignored. Raises ConfigurationError for
+    a missing or unknown model, and for invalid arguments.
     """
     config = _config(source, dict(map(_field, fields)), trust_remote_code, options or {})
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -73,7 +73,7 @@ def build(
     packing = BitsAndBytesConfig(**QUANTIZATIONS[quantize]) if quantize else None
     if as_saved:
         packing = _packing(config, source, packing, lora)
-    chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or otherwise
+    chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or otherwise()
     with torch.device("meta"), _quiet():
         model: Any = _blank(config, chosen, trust_remote_code)
         if recompute and not can_recompute(model):
