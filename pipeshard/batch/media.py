@@ -9,8 +9,8 @@ or the patches of all items, and its shape does not show which entries belong to
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
    samples that have images (`_groups`). The entries of a mask may be groups of equally many patches.
-3. A leaf whose number of entries is the sum of counts, one per sample (`num_local_patches`), is split by these counts,
-   not by the tokens.
+3. A leaf whose number of entries is the sum of counts of this kind or of no kind, one per sample (`num_local_patches`),
+   is split by these counts, not by the tokens.
 
 Otherwise, the assignment is unknown, and the batch cannot be split.
 """
@@ -37,9 +37,8 @@ def media_owners(model: nn.Module, batch: Batch) -> Owners:
         is_token = _is_token(model, batch, kind) if leaves else None
         unknown: Owners = {p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows}
         by_tokens = _by_tokens(leaves, is_token)
-        per_sample = {
-            path: leaf for path, leaf in batch.tensors.items() if counts_items(path) and path not in by_tokens
-        }
+        counts = {p: t for p, t in batch.tensors.items() if counts_items(p) and media_kind(p) in (None, kind)}
+        per_sample = {path: leaf for path, leaf in counts.items() if path not in by_tokens}
         owners |= unknown | by_tokens | _by_counts(leaves, per_sample, batch.rows)
     return owners
 

@@ -301,6 +301,17 @@ def test_counts_per_row_come_before_tokens() -> None:
     assert read_batch(READER, {**data, **local}).owners == {"pixel_values_local": (0, 1, 0, 0)}
 
 
+def test_counts_of_one_kind_are_not_of_another() -> None:
+    """Gemma 4 on two rows, each with a video of two frames, and with three and one images: the images were split by
+    the numbers of frames, as there are as many."""
+    frames = {"pixel_values_videos": NUMBERS[:4], "num_frames_per_video": torch.tensor([2, 2])}
+    ids = torch.tensor([[3, 8, 3, 8, 3, 5, 5], [3, 8, 8, 8, 8, 5, 5]])
+    read = read_batch(
+        reader(image_token_id=3, video_token_id=5), {"input_ids": ids, "pixel_values": NUMBERS[:4], **frames}
+    )
+    assert read.owners == {"pixel_values": (3, 1), "pixel_values_videos": (2, 2)}
+
+
 def test_media_of_two_kinds_are_told_apart() -> None:
     ids = torch.tensor([[3, 3, 5, 8], [8, 8, 5, 5]])
     data = {"input_ids": ids, "pixel_values": NUMBERS[:1], "input_features": NUMBERS[:3]}
