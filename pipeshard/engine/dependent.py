@@ -79,10 +79,11 @@ def _advice(batch: Batch) -> str:
 
 
 def doubtful_inputs(batch: Batch) -> list[str]:
-    """The paths of the tensors that are split along their batch dimension, except those with one entry per token, and
+    """The paths of the tensors that are split along their first dimension, except those with one entry per token, and
     labels: their batch dimension is certain."""
     ids = batch.tensors.get(IDS)
-    cut = [path for path, leaf in batch.tensors.items() if path in batch.parted and path not in batch.owners]
+    by_rows = {path for path, dim in zip(batch.paths, batch.row_dims, strict=True) if dim == 0}
+    cut = [path for path in batch.tensors if path in by_rows and path not in batch.owners]
     certain = [path for path in cut if ids is not None and batch.tensors[path].shape[:2] == ids.shape]
     return [path for path in cut if path not in (IDS, MASK, LABELS, *certain)]
 

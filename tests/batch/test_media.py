@@ -279,6 +279,15 @@ def test_the_advice_for_a_microbatch_that_fails_names_images_that_may_go_with_ot
     assert "If entries of image_crops (not split) belong to samples, or if" in text and "batch_dims" not in text
 
 
+def test_the_advice_for_a_microbatch_that_fails_does_not_name_positions_of_another_layout() -> None:
+    """Qwen2-VL's position_ids are (3, b, s), and are split along b. The advice asked whether their first dimension is
+    the batch dimension, which it is not, and advised to send the positions of all rows with every microbatch."""
+    ids = rows_of(2, 0, 4)
+    batch = read_batch(READER, {"input_ids": ids, "position_ids": ids.expand(3, 3, -1), "steps": torch.ones(3, 2)})
+    text = dependent_text(batch, [batch, batch], 0, ValueError("features and tokens do not match"))
+    assert "position_ids" not in text and "If the first dimension of steps is not the batch dimension" in text
+
+
 def test_samples_taken_in_another_order_take_their_media_along() -> None:
     read = read_batch(READER, {"input_ids": rows_of(2, 0, 4), "pixel_values": NUMBERS[:3]})
     taken = read.take(torch.tensor([2, 0, 0]))
