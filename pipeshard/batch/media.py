@@ -4,8 +4,8 @@ Processors concatenate the media of all samples in one leaf. Its first dimension
 or the patches of all items, and its shape does not show which entries belong to which sample. For each kind of media:
 
 1. The placeholder tokens of each sample determine its number of items (`_items`), and of their patches: the tokens are
-   proportional to the sizes of the items, or each run of adjacent tokens is one item, or all items have the same number
-   of tokens, or each sample has one item.
+   proportional to the sizes of the items or, in each item, to the patches that a mask keeps (`_kept`), or each run of
+   adjacent tokens is one item, or all items have the same number of tokens, or each sample has one item.
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
    samples that have images (`_groups`). The entries of a mask may be groups of equally many patches.
@@ -79,13 +79,26 @@ def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
     if is_token is None or not len(is_token) or values is None:
         return {}
     areas = [1] * len(values) if sizes is None else [int(area) for area in sizes.long().prod(1).tolist()]
-    items = _items(areas, is_token, values.shape[1] if sizes is None and values.ndim > 4 else None)
+    kept = _kept(areas, leaves, int(is_token.sum()))
+    items = _items(kept or areas, is_token, values.shape[1] if sizes is None and values.ndim > 4 else None)
     if items is None:
         return {path: () for path, leaf in leaves.items() if len(leaf) in (len(areas), sum(areas))}
     edges = [0, *itertools.accumulate(items)]
     patches = tuple(sum(areas[a:b]) for a, b in itertools.pairwise(edges))
     owners = {path: _entries(leaf, items, patches) for path, leaf in leaves.items()}
     return {path: counts for path, counts in owners.items() if counts and set(counts) != {1}}
+
+
+def _kept(areas: Sequence[int], leaves: Mapping[str, Tensor], tokens: int) -> list[int] | None:
+    """The number of each item's True entries in a mask with an entry for each group of equally many patches, if there
+    are as many as placeholder tokens; otherwise, None."""
+    for leaf in leaves.values():
+        if leaf.dtype != torch.bool or leaf.ndim != 1 or len(leaf) <= len(areas) or int(leaf.sum()) != tokens:
+            continue
+        group, remainder = divmod(sum(areas), len(leaf))
+        if not remainder and not any(area % group for area in areas):
+            return [int(entries.sum()) for entries in leaf.split([area // group for area in areas])]
+    return None
 
 
 def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts | None:

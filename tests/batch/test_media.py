@@ -397,6 +397,15 @@ def test_a_mask_of_merged_patches_goes_with_its_video(tokens: Sequence[int], gri
     assert all(torch.equal(part, of_row) if len(of_row) else part is None for part, of_row in zip(parts, expected))
 
 
+def test_videos_with_fewer_tokens_than_patches_go_with_the_tokens_that_their_mask_keeps() -> None:
+    """VideoLLaMA 3 omits the tokens of patches that do not change, so tokens are not proportional to the sizes of the
+    videos, and each frame is a run: a batch in which not every row has one video was refused."""
+    grid, mask = torch.tensor([(2, 2, 4), (2, 2, 2), (1, 2, 4)]), torch.tensor([1, 1, 0, 1, 1, 1, 1, 1]).bool()
+    videos = {"pixel_values_videos": NUMBERS[:32], "video_grid_thw": grid, "video_compression_mask": mask}
+    read = read_batch(reader(video_token_id=3), {"input_ids": ids_of("ii.i..", "......", "i.i.ii"), **videos})
+    assert read.owners == dict(zip(videos, [(16, 0, 16), (1, 0, 2), (4, 0, 4)], strict=True))
+
+
 def test_a_mask_of_the_rows_is_not_one_of_patches() -> None:
     """Four rows with one, no, one and no images of eight patches each, and a mask of the rows with images."""
     data = {"input_ids": rows_of(2, 0, 2, 0), "pixel_values": NUMBERS[:16], "has_image": torch.arange(4) % 2 == 0}
