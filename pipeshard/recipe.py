@@ -207,11 +207,12 @@ def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
 
 
 def read_lists(settings: Namespace, groups: Sequence[type]) -> None:
-    """Put the text of a setting that can only be a list into a list: the file may omit the brackets."""
+    """Put the text or number of a setting that can only be a list into a list: the file may omit the brackets."""
     for name, hint in (each for group in groups for each in get_type_hints(group).items()):
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = {get_origin(part) or part for part in parts}
-        if list in kinds and str not in kinds and isinstance(value := getattr(settings, name, None), str):
+        value = getattr(settings, name, None)
+        if list in kinds and str not in kinds and isinstance(value, str | int | float):
             setattr(settings, name, [value])
 
 

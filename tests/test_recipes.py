@@ -311,10 +311,11 @@ def test_rewards_are_in_the_order_of_trl() -> None:
 
 def test_a_list_of_one_needs_no_brackets(tmp_path: Path) -> None:
     """`reward_funcs: my_rewards.length` was read letter by letter: "m cannot be imported", on each rank, after the
-    download."""
-    file = toy(tmp_path, "grpo", reward_funcs="tests.test_recipes.echoed", report_to="none")
+    download. `reward_weights: 1.0` ended there, too: "object of type 'float' has no len()"."""
+    file = toy(tmp_path, "grpo", reward_funcs="tests.test_recipes.echoed", reward_weights=1.0, report_to="none")
     settings = recipe.read("grpo", ["--config", file])
     assert recipe.reward_functions(settings) == [echoed] and settings.report_to == "none"
+    assert settings.reward_weights == [1.0]
 
 
 @pytest.mark.parametrize(
