@@ -533,9 +533,11 @@ def not_imported(path: str, error: BaseException) -> ConfigurationError:
 
 
 def refuse_no_rewards(settings: Namespace) -> None:
-    """Raise ConfigurationError if `reward_funcs` names a function that TRL lacks, or a module that does not exist.
+    """Raise ConfigurationError if `reward_funcs` names a function that TRL lacks, or a module or package that does
+    not exist.
 
-    Modules are not imported before the ranks start: they may load a model.
+    Code of the user is not imported before the ranks start, since it may load a model. Therefore, modules in packages
+    are not looked for: find_spec would import the package.
     """
     for path in settings.reward_funcs or ():
         module = path.rpartition(".")[0]
@@ -543,5 +545,5 @@ def refuse_no_rewards(settings: Namespace) -> None:
             imported(path)
             continue
         with explained(partial(not_imported, path)), replaced(sys, path=["", *sys.path]):  # as on ranks: python -m
-            if find_spec(module) is None:
-                raise ModuleNotFoundError(f"No module named {module!r}")
+            if find_spec(first := module.partition(".")[0]) is None:
+                raise ModuleNotFoundError(f"No module named {first!r}")

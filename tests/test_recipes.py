@@ -325,13 +325,17 @@ def test_a_list_of_one_needs_no_brackets(tmp_path: Path) -> None:
         ("nowhere.rewards.length", "No module named 'nowhere'"),
         ("acuracy_reward", "module "),
         ("my_rewards.length", None),
+        ("my_package.rewards.length", None),
         ("accuracy_reward", None),
     ],
 )
 def test_reward_functions_are_sought_before_ranks_start(tmp_path: Path, name: str, why: str | None) -> None:
-    """A wrong name ended the ranks, after the download. A module in the current folder is found, but not imported."""
+    """A wrong name ended the ranks, after the download. A module or package in the current folder is found, but not
+    imported: a package that loads a model would keep it in the launcher."""
     file = toy(tmp_path, "grpo", reward_funcs=name)
-    (tmp_path / "my_rewards.py").write_text("raise AssertionError")
+    (tmp_path / "my_package").mkdir()
+    for code in ("my_rewards.py", "my_package/__init__.py"):
+        (tmp_path / code).write_text("raise AssertionError")
     with contextlib.chdir(tmp_path), mock.patch.object(tuning, "start", return_value=0) as start:
         ended = said("grpo", "--config", file)
     assert start.called == (why is None), ended.output
