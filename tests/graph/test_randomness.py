@@ -120,11 +120,18 @@ def test_each_forward_draws_its_own_numbers(pool: Pool, tmp_path: Path) -> None:
     the masks of the next step, so a consistency loss between the two saw no difference."""
     (losses, seen), *_ = pool.run(evaluated, 1, str(tmp_path), True)
     assert len(set(seen)) == 9 and not {*losses} & {*seen}
-    assert pool.run(evaluated, 2, str(tmp_path), True) == [(losses, seen)] * 2
-    assert pool.run(evaluated, 2, str(tmp_path), False) == [(losses, [])] * 2
+    for trained, drawn in pool.run(evaluated, 2, str(tmp_path), True):
+        assert trained == alike(losses) and drawn == alike(seen)
+    for trained, _ in pool.run(evaluated, 2, str(tmp_path), False):
+        assert trained == alike(losses)
     ((again, more), *_) = pool.run(evaluated, 2, str(tmp_path), True, True)
-    assert again == losses and len(set(more)) == 12
-    assert [*more[:6], *more[9:]] == seen
+    assert again == alike(losses) and len(set(more)) == 12
+    assert [*more[:6], *more[9:]] == alike(seen)
+
+
+def alike(losses: list[float]) -> Any:
+    """The same losses, up to the order in which stages sum the gradients of tied weights. Other masks change 1e-3."""
+    return pytest.approx(losses, rel=1e-6)
 
 
 def of_peers() -> list[float]:
