@@ -205,6 +205,22 @@ def test_class_weights_on_the_gpu_are_traced_beside_a_model_on_the_cpu() -> None
     assert weights.is_there
 
 
+def test_a_criterion_that_moves_its_inputs_to_the_gpu_keeps_its_tensors_there() -> None:
+    """A criterion moved the model's output to its teacher on the GPU, and was traced. Then boost moved all tensors of
+    criteria beside the model: torch's error about devices, or a teacher of 14 GB in the host's memory."""
+    teacher = OnGpu.of(torch.ones(CLASSES))
+    model, gpu = net()[:1].append(nn.Linear(16, CLASSES)), torch.device("cuda:0")
+    config = PipelineConfig(pp_size=1, num_microbatches=1)
+
+    def criterion(scores: Tensor, batch: Any) -> Tensor:
+        if not teacher.is_there:  # its inputs, which would now be on the GPU, are not
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return F.cross_entropy(scores, batch["criterion.y"])
+
+    _, flow = traced(config, model, read_batch(model, batch()), criterion, (), gpu)
+    assert flow.loss is not None
+
+
 def test_the_proof_leaves_what_a_criterion_reaches_as_it_was() -> None:
     """The proof's backward went into the user's own object: a global is not copied with a function."""
     arc, model = ARC, net()

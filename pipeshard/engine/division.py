@@ -1,8 +1,9 @@
 """Division: traces a model on a sample batch, and splits the model across the ranks."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,30 +32,45 @@ def traced(
     cuts: Sequence[str],
     device: torch.device,
 ) -> tuple[Batch, Dataflow]:
-    """Trace the full model on `sample` or, if that fails, on its first microbatch. Returns the traced batch and the
-    Dataflow."""
-    with Lone.of(config.pp_size), beside_glue(criterion, model, device, device_of_glue(model, sample)):
+    """Trace the full model on `sample` or, if that fails, on its first microbatch. If both fail, try again with the
+    criterion's tensors `beside_glue`. Returns the traced batch and the Dataflow."""
+    of_trace = partial(trace, model, criterion=criterion, cuts=cuts, device=device)
+    with Lone.of(config.pp_size):
         try:
-            return sample, trace(model, sample, criterion, cuts=cuts, device=device)
-        except TraceError as error:  # the model may accept only as many samples as a microbatch has
-            sample = sample.split(*config.cut)[0]
-            with suppress(TraceError):
-                return sample, trace(model, sample, criterion, cuts=cuts, device=device)
-            raise error from None
+            return _traced(config, sample, of_trace)
+        except TraceError:
+            with beside_glue(criterion, model, device, device_of_glue(model, sample)) as moved:
+                if not moved:
+                    raise
+                return _traced(config, sample, of_trace)
+
+
+def _traced(config: PipelineConfig, sample: Batch, of_trace: Callable[[Batch], Dataflow]) -> tuple[Batch, Dataflow]:
+    try:
+        return sample, of_trace(sample)
+    except TraceError as error:  # the model may accept only as many samples as a microbatch has
+        sample = sample.split(*config.cut)[0]
+        with suppress(TraceError):
+            return sample, of_trace(sample)
+        raise error from None
 
 
 @contextmanager
 def beside_glue(
     criterion: Criterion | None, model: nn.Module, device: torch.device, of_glue: torch.device
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """Context manager in which the criterion's tensors on this rank's `device`, such as class weights, are on the
-    device `of_glue`. A step calls the criterion on `device`, but boost traces the model before it moves the model."""
+    device `of_glue`. Yields whether there are such tensors.
+
+    A step calls the criterion on `device`, but boost traces the model before it moves the model. A criterion that moves
+    the model's output to its own tensors' device needs no such context, and may have a large teacher among them.
+    """
     held = Snapshot({"the criterion": criterion}, without=(model,)).tensors if device != of_glue else ()
     moved = {tensor: tensor.data for *_, tensor, _ in held if tensor.device == device and not is_released(tensor)}
     for tensor, data in moved.items():
         tensor.data = data.to(of_glue)
     try:
-        yield
+        yield bool(moved)
     finally:
         for tensor, data in moved.items():
             tensor.data = data
