@@ -2,11 +2,13 @@
 
 import atexit
 import contextlib
+import glob
 import logging
 import os
 import shutil
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -217,7 +219,18 @@ def restore(target: Path, own: str = ALL) -> None:
     if old.is_dir() and own != ALL:
         _keep_others(old, target, own, shutil.move)
         sync(target)
-    remove(old)
+    _discard(old, target)
+
+
+def _discard(old: Path, target: Path) -> None:
+    """Remove the previous folder of `target`, or rename it if it cannot be removed: on NFS, a file that a process has
+    open stays in its folder, under a hidden name. A later save removes such a folder."""
+    if old.exists():
+        os.rename(old, hidden(target, f"removed-{uuid.uuid4().hex}"))
+    for removed in target.parent.glob(f".{glob.escape(target.name)}.removed-{'[0-9a-f]' * 32}"):
+        shutil.rmtree(removed, ignore_errors=True)
+        if removed.exists():
+            logger.warning("%s could not be removed: a file in it may be open. The next save tries again", removed)
 
 
 def _keep_others(old: Path, new: Path, own: str, keep: Callable[[Path, Path], object]) -> None:

@@ -50,7 +50,7 @@ from pipeshard.errors import CheckpointError
 
 logger = logging.getLogger("pipeshard")
 STEP = re.compile(r"step-(\d{8,})")
-HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed)")  # leftovers of killed saves
+HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed(-[0-9a-f]+)?)")  # leftovers of killed saves
 
 
 @together_in("save_training_state")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import itertools
 import math
 import os
@@ -860,6 +861,25 @@ def test_what_a_folder_also_contains_is_there_at_every_moment(
     assert {path.name for path in target.iterdir()} == {"code", "link", "model.safetensors", shard}
     assert (target / "link").is_symlink() and not (tmp_path / ".all.old").exists()
     assert (target / shard).read_text() == ("old" if moment < 2 else "new")
+
+
+def test_a_file_of_the_previous_folder_may_be_open_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that had its log beside its optimizer was ended by the save that had just succeeded: NFS keeps a file that
+    is open in its folder, and the previous folder could not be removed. Neither could it at any later save."""
+    target, writing, shard = tmp_path / "all", tmp_path / ".all.writing", "rank-00000-00000.safetensors"
+    (target / "logs").mkdir(parents=True)
+    (target / "logs" / "train.log").write_text("a line")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", mock.Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
+        for step in ("1", "2"):
+            writing.mkdir()
+            (writing / shard).write_text(step)
+            files.place(writing, target, OWN)
+            assert (target / shard).read_text() == step and (target / "logs" / "train.log").read_text() == "a line"
+            assert files.existing(target) == target
+    assert len(list(tmp_path.glob(".all.removed-*"))) == 2
+    files.restore(target, OWN)
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
 
 
 def schedules(folder: Path) -> list[str]:
