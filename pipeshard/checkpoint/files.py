@@ -235,12 +235,12 @@ def _discard(old: Path, target: Path) -> None:
 
 def _keep_others(old: Path, new: Path, own: str, keep: Callable[[Path, Path], object]) -> None:
     """Call `keep` with the paths in `old` and in `new` of the entries of `old` that neither match `own` nor exist in
-    `new`, also within subfolders."""
+    `new`, also within subfolders. Symbolic links are not followed."""
     for entry in old.iterdir():
         kept = new / entry.name
-        if entry.is_dir() and kept.is_dir():
+        if entry.is_dir() and not entry.is_symlink() and kept.is_dir():
             _keep_others(entry, kept, own, keep)
-        elif not fnmatchcase(entry.name, own) and not kept.exists():
+        elif not fnmatchcase(entry.name, own) and not os.path.lexists(kept):
             keep(entry, kept)
 
 

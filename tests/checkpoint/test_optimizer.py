@@ -882,6 +882,25 @@ def test_a_file_of_the_previous_folder_may_be_open_on_nfs(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["all"]
 
 
+def test_links_to_folders_are_kept_as_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each save beside a link to a data set walked through its million files, and one beside a link to a parent of the
+    folder never ended: the link was in the previous and in the new folder, and both were followed."""
+    target, writing, walked = tmp_path / "all", tmp_path / ".all.writing", files._keep_others
+
+    def walk(old: Path, *rest: Any) -> None:
+        assert not old.is_symlink()
+        walked(old, *rest)
+
+    monkeypatch.setattr(files, "_keep_others", walk)
+    links = {"gone": "nowhere", "parent": ".."}
+    writing.mkdir()
+    target.mkdir()
+    for name, to in links.items():
+        (target / name).symlink_to(to)
+    files.place(writing, target, OWN)
+    assert {path.name: os.readlink(path) for path in target.iterdir()} == links
+
+
 def schedules(folder: Path) -> list[str]:
     parameter = [nn.Parameter(torch.zeros(1))]
 
