@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import logging
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -988,8 +989,13 @@ MANY: dict[str, Any] = {
     "strings": lambda values: [f"sample {value}\0\ud800" for value in values],
     "batches": lambda values: [values[k : k + 4] for k in range(0, len(values), 4)],
     "tuple": tuple,
+    "pairs": lambda values: [(value, f"sample {value}") for value in values],
+    "pairs and a tensor": lambda values: [torch.tensor(0.5), [(value, None) for value in values]],
+    "by pair": lambda values: dict.fromkeys(itertools.pairwise(values), 0.5),
+    "by sample": lambda values: {f"sample {value}": {"loss": 0.5, 1: {value}} for value in values},
     "set": set,
     "deque": deque,
+    "deques": lambda values: [deque(values[k : k + 4], 8) for k in range(0, len(values), 4)],
     "losses": lambda values: dict.fromkeys(values, 0.5),
     "buckets": lambda values: {f"bucket {k}": values[k::100] for k in range(100)},
     "counts": Counter,

@@ -236,7 +236,7 @@ KIND = "pipeshard.kind"  # the key for the original type, if a checkpoint must n
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, deque, int, float)}
 KINDS: dict[str, Callable[..., Any]] = {
     "array": lambda tensor: tensor.numpy(),
-    "json": lambda text: json.loads(text.numpy().tobytes()),
+    "json": lambda text: restored(json.loads(text.numpy().tobytes())),
     "tuple": tuple,
     "dict": lambda keys, values: dict(zip(keys, values, strict=True)),
     "set": set,
@@ -308,14 +308,14 @@ def _packed(value: Any) -> Any:
     """Pack a value that `saved` converted. `restored` converts it back."""
     if _count(value) <= MOST_VALUES:
         return value
+    if _is_json(value):
+        return _marked("json", torch.frombuffer(bytearray(json.dumps(_in_json(value)).encode()), dtype=torch.uint8))
     if isinstance(value, dict) and KIND in value:
         return _marked(value[KIND], *map(_packed, value["arguments"]))
     if isinstance(value, dict):
         return _marked("dict", _packed(list(value)), _packed(list(value.values())))
     if isinstance(value, tuple):
         return _marked("tuple", _packed(list(value)))
-    if _is_json(value):
-        return _marked("json", torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))
     return [_packed(entry) for entry in value]
 
 
@@ -328,10 +328,25 @@ def _count(value: Any) -> int:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON restores a value exactly: a number, a string, None, or a list of such values."""
-    if type(value) is not list:
+    """Whether JSON can hold a value that `saved` converted: a number, a string, None, or a collection of these."""
+    if isinstance(value, dict):
+        return _is_json(list(value)) and _is_json(list(value.values()))
+    if not isinstance(value, list | tuple):
         return type(value) in JSON
     return JSON.issuperset(map(type, value)) or all(map(_is_json, value))
+
+
+def _in_json(value: Any) -> Any:
+    """Convert a value to types that JSON restores exactly. `restored` converts it back."""
+    if isinstance(value, dict) and not all(type(key) is str for key in value):
+        return _marked("dict", _in_json(list(value)), _in_json(list(value.values())))
+    if isinstance(value, dict):
+        return {key: _in_json(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return _marked("tuple", _in_json(list(value)))
+    if isinstance(value, list) and not _has_scalars(value):
+        return [_in_json(entry) for entry in value]
+    return value
 
 
 def _give_back(member: Any, name: str, value: Any) -> None:
