@@ -6,9 +6,9 @@ computes some of the checksums. Reading the files again takes little time, since
 a save.
 
 Two jobs that save into one folder (such as a requeued job and its earlier run, if this has not ended) would remove each
-other's unfinished saves. Therefore, the first rank locks the folder for as long as its model (or its Trainer) exists.
-The kernel releases the lock when the process exits for any reason. Forked children do not hold the lock. On NFS, which
-cannot lock folders, the file `.writer` in the folder is locked.
+other's unfinished saves. Therefore, the first rank locks the folder for as long as a model (or a Trainer) that saves
+into it exists. The kernel releases the lock when the process exits for any reason. Forked children do not hold the
+lock. On NFS, which cannot lock folders, the file `.writer` in the folder is locked.
 
 With `use_async=True`, every rank writes its part from copies:
 
@@ -21,9 +21,11 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
+import time
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -43,6 +45,7 @@ from pipeshard.checkpoint.untrusted import is_inside, read_document
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.errors import CheckpointError, summary
 
+logger = logging.getLogger("pipeshard")
 MANIFEST_FORMAT = 1
 MANIFEST, LOCK = "manifest.json", ".writer"
 MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"  # the parts of a state
@@ -146,21 +149,34 @@ def sum_of(file: Path) -> str:
         ) from error
 
 
-def lock(parent: Path, owner: Any) -> None:
-    """Lock `parent` until `owner` is freed, so that no other process saves into it. Raises CheckpointError if another
-    process holds the lock.
+def lock(parent: Path, owner: Any, patience: float = 0.0) -> None:
+    """Lock `parent` until all its owners are freed, so that no other process saves into it. Raises CheckpointError if
+    another process holds the lock and, on NFS, does not release it within `patience` seconds.
 
     On a file system without locks, other processes are not stopped.
     """
     parent.mkdir(parents=True, exist_ok=True)
     key = str(parent.resolve())
-    if key in _held:
+    if key not in _held:
+        _held[key] = _locked(parent, patience), set()
+    owners = _held[key][1]
+    if id(owner) not in owners:
+        owners.add(id(owner))
+        weakref.finalize(owner, _release, key, id(owner))
+
+
+def _release(key: str, owner: int) -> None:
+    """Release the lock of a folder if its last owner is freed."""
+    if key not in _held:  # in a forked child
         return
-    _held[key] = _locked(parent)
-    weakref.finalize(owner, lambda: os.close(_held.pop(key)))
+    handle, owners = _held[key]
+    owners.discard(owner)
+    if not owners:
+        os.close(handle)
+        del _held[key]
 
 
-def _locked(parent: Path) -> int:
+def _locked(parent: Path, patience: float) -> int:
     """Lock the folder or, if it cannot be locked, a file in it. Returns the file descriptor."""
     handle = os.open(parent, os.O_RDONLY)
     try:
@@ -172,23 +188,35 @@ def _locked(parent: Path) -> int:
         raise _other_writer(parent, who) from error
     except OSError:  # NFS can only lock files
         os.close(handle)
-        return _locked_file(parent)
+        return _locked_file(parent, patience)
 
 
-def _locked_file(parent: Path) -> int:
+def _locked_file(parent: Path, patience: float) -> int:
     """Lock the file LOCK in the folder, if its file system has locks. Returns the file descriptor."""
     handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        who = os.pread(handle, 200, 0).decode(errors="replace").strip()
-        os.close(handle)
-        raise _other_writer(parent, who) from error
-    except OSError:  # this file system has no locks
-        pass
+    waited = 0
+    while (who := _other_holder(handle)) is not None:
+        if waited >= patience:
+            os.close(handle)
+            raise _other_writer(parent, who)
+        if not waited:
+            logger.warning("%s holds the lock of %s: waiting for up to %g seconds", who or ANOTHER, parent, patience)
+        time.sleep(1)
+        waited += 1
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)
     return handle
+
+
+def _other_holder(handle: int) -> str | None:
+    """Lock this file, if its file system has locks. Returns None, or the process that holds it ("" if unknown)."""
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return os.pread(handle, 200, 0).decode(errors="replace").strip()
+    except OSError:  # this file system has no locks
+        pass
+    return None
 
 
 def _holder(handle: int) -> str:
@@ -204,17 +232,19 @@ def _holder(handle: int) -> str:
 
 def _other_writer(parent: Path, who: str) -> CheckpointError:
     return CheckpointError(
-        f"{who or 'another process'} also saves to {parent}: two jobs that save into one folder would delete each "
+        f"{who or ANOTHER} also saves to {parent}: two jobs that save into one folder would delete each "
         "other's states. Stop the other process first, or save to another folder"
     )
 
 
-_held: dict[str, int] = {}  # open files by folder; closing another descriptor of a file would release its lock
+ANOTHER = "another process"
+# by folder, the open file and the ids of the owners; closing another descriptor of a file would release its lock
+_held: dict[str, tuple[int, set[int]]] = {}
 
 
 def _leave_locks() -> None:
     """Close the locked files in a forked child. Otherwise, a child that outlives this process would keep the locks."""
-    for handle in _held.values():
+    for handle, _ in _held.values():
         os.close(handle)
     _held.clear()
 

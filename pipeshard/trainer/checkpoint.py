@@ -44,6 +44,7 @@ from pipeshard.hf import is_of_peft
 logger = logging.getLogger("pipeshard")
 FOLDER, STATE, RANDOM = "pipeline", "trainer_state.json", "rng_state*.pth"
 Stamps = dict[str, tuple[int, int]]
+LEASE = 120.0  # seconds; an NFS server keeps the locks of a lost machine for about 90 seconds
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -168,10 +169,10 @@ def refuse_several_folders(folder: Path, grid: Grid) -> None:
 @together_in("trainer.train")
 def lock_folder(folder: Path, owner: Any, grid: Grid) -> None:
     """Lock the folder of the checkpoints until `owner` is freed. Raises CheckpointError, on every rank, if another job
-    saves to this folder."""
+    saves to this folder. On NFS, waits for `LEASE` seconds first: the job may restart after a machine was lost."""
     with together(grid.world):
         if grid.first:
-            lock(folder, owner)
+            lock(folder, owner, patience=LEASE)
 
 
 @together_in("trainer.save_model")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -836,6 +838,52 @@ def test_a_folder_is_locked_without_a_file_in_it(tmp_path: Path, monkeypatch: py
     lock(tmp_path / "nfs", owner)
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "nfs").iterdir()] == [".writer"]
+
+
+def unlocked(folder: Path) -> bool:
+    handle = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def test_a_folder_is_locked_until_its_last_owner_is_freed(tmp_path: Path) -> None:
+    """A script made a second Trainer for the same folder: when the first one was freed, the second trained on without
+    the lock."""
+    first, second = Owner(), Owner()
+    for owner in (first, second, first):
+        lock(tmp_path, owner)
+    del owner, first
+    assert not unlocked(tmp_path)
+    del second
+    assert unlocked(tmp_path)
+
+
+HELD_BY_NFS = """
+import fcntl, pathlib, sys, time
+file = (pathlib.Path(sys.argv[1]) / ".writer").open("w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("process 1 of a lost machine", file=file, flush=True)
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_lock_of_a_lost_machine_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine was lost, and the job was restarted on the others: the server of NFS kept the lock for 90 seconds, and
+    each restart was used up by the advice to stop a process of the machine that was gone."""
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(9, "Bad file descriptor")))
+    with subprocess.Popen([sys.executable, "-c", HELD_BY_NFS, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "holds\n"
+            with pytest.raises(CheckpointError, match="process 1 of a lost machine also saves to"):
+                lock(tmp_path, other)
+            monkeypatch.setattr("time.sleep", lambda _: (other.kill(), other.wait()))  # the server's lease ends
+            lock(tmp_path, other, patience=120)
+        finally:
+            other.kill()
+    assert (tmp_path / ".writer").read_text() == f"process {os.getpid()} of {socket.gethostname()}\n"
 
 
 def met(folder: Path, moment: str, job: int) -> None:
