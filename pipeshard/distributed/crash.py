@@ -47,10 +47,10 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None, run:
     """The content of a rank's report, as a JSON-serializable dict. `ago` is in seconds, and memory is in bytes."""
     now, names = time.monotonic(), {thread.ident: thread.name for thread in threading.enumerate()}
     memory = {"resident": psutil.Process().memory_info().rss, "of the host": psutil.virtual_memory().total}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        gpus = range(torch.cuda.device_count())  # in the watch's threads, the current GPU is GPU 0, not the rank's
-        memory["allocated"] = sum(map(torch.cuda.memory_allocated, gpus))
-        memory["allocated at most"] = sum(map(torch.cuda.max_memory_allocated, gpus))
+    is_training = threading.current_thread() is threading.main_thread()
+    # A thread of the watch would wait for the allocator's lock, with the GIL, if the training thread hangs with it.
+    if is_training and torch.cuda.is_available() and torch.cuda.is_initialized():
+        memory |= {"allocated": torch.cuda.memory_allocated(), "allocated at most": torch.cuda.max_memory_allocated()}
     return {
         "rank": rank,
         "name": name,

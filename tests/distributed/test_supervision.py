@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -483,20 +485,22 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
         list(crash.page(tmp_path))
 
 
-def test_a_report_has_the_memory_of_the_rank_s_gpu() -> None:
-    """The reports of all ranks but the first said that nothing was allocated on their GPUs: the thread that writes a
-    report has GPU 0 as its current GPU."""
+def test_the_allocator_of_the_gpu_is_not_asked_by_the_watch() -> None:
+    """A rank that hung in the allocator of its GPU was not killed: the watch first waited, with the GIL, for the
+    allocator's lock. The reports of all ranks but the first also said that nothing was allocated: GPU 0 was asked."""
     fault = Fault(RAISED, 1, "rank 1 (stage 1)")
-    of_gpus = (0, 5)
+    write = partial(crash.report, 1, "rank 1 (stage 1)", fault, None)
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.is_initialized", lambda: True),
-        mock.patch("torch.cuda.device_count", lambda: 2),
-        mock.patch("torch.cuda.memory_allocated", lambda gpu=0: of_gpus[gpu]),
-        mock.patch("torch.cuda.max_memory_allocated", lambda gpu=0: 2 * of_gpus[gpu]),
+        mock.patch("torch.cuda.memory_allocated", lambda: 5),
+        mock.patch("torch.cuda.max_memory_allocated", lambda: 10),
     ):
-        memory = crash.report(1, "rank 1 (stage 1)", fault, None)["memory"]
+        memory = write()["memory"]
+        with ThreadPoolExecutor(1) as watch:
+            of_watch = watch.submit(write).result()["memory"]
     assert (memory["allocated"], memory["allocated at most"]) == (5, 10)
+    assert of_watch.keys() == {"resident", "of the host"}
 
 
 def test_a_rank_that_was_killed_is_named_by_the_others(tmp_path: Path) -> None:
