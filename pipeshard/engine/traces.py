@@ -31,7 +31,7 @@ from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.kinds import modes
 from pipeshard.graph.lone import Lone
-from pipeshard.graph.places import format_path
+from pipeshard.graph.places import HOOKS, format_path
 from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import MOST_STATES, Flags, Looks
@@ -50,6 +50,11 @@ CHANGED = (
     "%s changes in each step (most recently, %s). A change may decide which operations run, so after each change, "
     "pipeshard traces the model and verifies the loss, which may take longer than a step. Store a number that changes "
     "in each step %s if it is a factor, or as a bool if it selects a branch"
+)
+HOOKED = (
+    "%s has another hook in each step (most recently, in %s), so pipeshard traces the model and verifies the loss in "
+    "each step, which may take longer than a step. Register the hook once, or the same function in each step: a new "
+    "function is the same hook only if the values in its closure are the same objects"
 )
 NEW = (
     "each step uses a new criterion%s, so pipeshard traces the model and verifies the loss in each step, which may "
@@ -173,7 +178,8 @@ class Traces:
     def _warn_of_states(self, flags: Flags, owner: str, remedy: str) -> None:
         """Warn if the model or the criterion changes in each step."""
         if not self._has_warned and flags.looks.is_restless and (place := flags.newest_change()):
-            self._warn(CHANGED, owner, format_path(place), remedy)
+            is_hook = place[-1].key in HOOKS
+            self._warn(HOOKED if is_hook else CHANGED, owner, format_path(place), *(() if is_hook else (remedy,)))
 
     @property
     def foreign(self) -> dict[str, Tensor]:

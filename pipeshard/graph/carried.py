@@ -24,6 +24,7 @@ from pipeshard.graph.places import (
     PLAIN,
     REGISTERED,
     Path,
+    PathStep,
     format_path,
     is_array,
     is_generator,
@@ -196,7 +197,7 @@ def run_watched(tracer: Tracer, batch: Batch, real: Batch | None, before: Before
         paths = [path for path in paths if not any("_hooks" in str(step.key) for step in path)]
         if is_at_end or hooks != RemovableHandle.next_id:
             hooks = RemovableHandle.next_id
-            paths += [path for path, *_ in before.changed_hooks() if len(path) > 1]
+            paths += [path for path, *_ in before.hooks.changed() if len(path) > 1]
         return {format_path(path): path for path in paths}
 
     def listen(call: int | None, is_through: bool) -> None:
@@ -322,6 +323,8 @@ def place_of(model: nn.Module, path: Path) -> Path:
     array or a generator, this is the path of that object."""
     value: Any = model
     for k, step in enumerate(path[1:], 2):
+        if step.how == "hooks":
+            return *path[: k - 1], PathStep("attr", step.key)
         try:
             value = resolve(value, [step])
         except (AttributeError, KeyError, IndexError):

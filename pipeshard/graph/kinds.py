@@ -24,9 +24,9 @@ from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.nodes import reached
 from pipeshard.graph.operators import CASTING, casting
-from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, PathStep, entries_of, format_path, own
+from pipeshard.graph.places import PLAIN, REGISTERED, Path, PathStep, entries_of, format_path, own
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
-from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads, unhooked
+from pipeshard.graph.snapshot import Hooks, Snapshot, flagged, noting_reads
 from pipeshard.graph.storage import storage_of
 from pipeshard.graph.taint import Hidden, Kept, Tag, Taint, Value
 from pipeshard.graph.unit_outputs import (
@@ -73,12 +73,11 @@ class Settings:
     Attributes:
         values: a comparable form of the value at each Location.
         modules: by id, each module that the unit or argument reaches, and its path.
-        unhooked: the dicts of hooks that were empty.
+        hooks: the hooks of these modules.
     """
 
     def __init__(self, root: Any) -> None:
         self.root, self.snapshot = root, Snapshot({UNIT: root})
-        self.unhooked = tuple(unhooked(self.snapshot).values())
         self.values: dict[Location, Any] = {((), "class"): type(root)}
         self.modules: dict[int, tuple[nn.Module, Path]] = {}
         for path, value, how, content, *_ in self.snapshot.holders:
@@ -86,9 +85,10 @@ class Settings:
                 self.values[path, key] = _comparable(entry)
             if how == "attr" and isinstance(value, nn.Module):
                 self.modules[id(value)] = value, path
-                for name in HOOKS:
-                    if hooks := value.__dict__.get(name):
-                        self.values[path, name] = tuple(map(id, hooks.values()))
+        self.hooks = Hooks((path, module) for module, path in self.modules.values())
+        for path, _, hooks in self.hooks.recorded:
+            if hooks:
+                self.values[path[:-1], path[-1].key] = tuple(map(id, hooks.values()))
 
     @cached_property
     def own(self) -> frozenset[int]:
@@ -265,7 +265,7 @@ class Kinds:
     def _settings_of(self, call: UnitCall) -> Settings:
         """The current settings of a unit, cached until a setting changes."""
         settings = self.settings.get(call.unit)
-        if settings is None or any(settings.unhooked) or any(flagged(settings.snapshot)):
+        if settings is None or any(settings.hooks.changed()) or any(flagged(settings.snapshot)):
             settings = self.settings[call.unit] = Settings(call.module)
         return settings
 

@@ -34,7 +34,7 @@ OF_PYTHON = (type(None), bool, int, float, complex, str, bytes, range, slice)
 PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, np.number, np.bool_)
 PLAIN_OR_METHOD = (*PLAIN, MethodType)  # are compared with ==
 REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # dicts whose entries a module reads as attributes
-# Other attributes that torch keeps in modules. Hooks are walked, but their dicts are not compared: see `constants_of`.
+# Other attributes that torch keeps in modules. Hooks are walked in their order, since the keys of their dicts are ids.
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 OF_TORCH = frozenset(name for name in nn.Module().__dict__ if name[0] == "_") - REGISTERED
 NAMESPACES = (SimpleNamespace, Namespace, threading.local, UserList)
@@ -100,7 +100,7 @@ def format_path(path: Path) -> str:
     for how, key in path:
         if how == "item" and before not in REGISTERED:
             text += f"[{key!r}]"
-        elif how in ("root", "attr", "class", "item"):
+        elif how in ("root", "attr", "class", "hooks", "item"):
             text += f".{key}" if key not in REGISTERED else ""
         elif how != "state":
             text += f" {how} {key}"
@@ -120,6 +120,8 @@ def resolve(root: Any, path: Iterable[PathStep]) -> Any:
             root = _cells(root)[key].cell_contents
         elif how == "state":
             root = _state(root)
+        elif how == "hooks":
+            root = tuple(getattr(root, key).values())
         elif how == "registry":
             root = registered_functions(root)[key]
         elif how == "file":
@@ -234,7 +236,7 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
         yield PathStep("code", "__base__"), value.__base__
     elif isinstance(value, nn.Module):
         held = value.__dict__
-        yield from ((PathStep("attr", name), held[name]) for name in HOOKS if held.get(name))
+        yield from ((PathStep("hooks", name), tuple(held[name].values())) for name in HOOKS if held.get(name))
     elif hasattr(type(value), SELECTING):
         of_registries = registered_functions(value).items()
         yield from ((PathStep("registry", key), one) for key, one in of_registries if is_users_function(one))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from pipeshard.graph.operators import mutated
-from pipeshard.graph.places import HOOKS, Path, PathStep
+from pipeshard.graph.places import HOOKS
 from pipeshard.graph.shapes import is_trainable
-from pipeshard.graph.snapshot import Change, Snapshot
+from pipeshard.graph.snapshot import Change, Hooks, Snapshot
 from pipeshard.graph.storage import storage_of
 from pipeshard.hf import disable_caches, enable_caches
 from pipeshard.private import DispatchMode
@@ -54,13 +54,7 @@ class Before:
         self.snapshot = Snapshot({"": model}, then={"the criterion": criterion})
         self.tensors = {tensor: tensor.data for *_, tensor, _ in self.snapshot.tensors}
         self.writes = Writes({storage_of(tensor) for tensor in self.tensors})
-        self.hooks: list[tuple[Path, Any, Any]] = []  # also empty dicts, which a Snapshot skips
-        for module in model.modules():
-            path = self.snapshot.paths.get(id(module), ())
-            hooks = ((name, module.__dict__.get(name)) for name in HOOKS)
-            self.hooks += (
-                ((*path, PathStep("attr", name)), live, dict(live)) for name, live in hooks if live is not None
-            )
+        self.hooks = Hooks(((self.snapshot.paths.get(id(m), ()), m) for m in model.modules()), HOOKS)
 
     def changes(self) -> Iterator[Change]:
         """The differences between the recorded and the current state."""
@@ -68,12 +62,8 @@ class Before:
         for path, holder, key, tensor, _ in self.snapshot.tensors:
             if self.writes.times[storage_of(tensor)] or is_moved(tensor, self.tensors[tensor]):
                 yield Change(path, holder, key, tensor, tensor)
-        for path, hooks, content in self.changed_hooks():
+        for path, hooks, content in self.hooks.changed():
             yield Change(path, hooks, None, content, hooks)
-
-    def changed_hooks(self) -> Iterator[tuple[Path, Any, Any]]:
-        """The dicts of hooks that have changed, each as (path, dict, recorded content)."""
-        return (entry for entry in self.hooks if entry[1].keys() != entry[2].keys())
 
     def restore(self) -> None:
         for tensor, data in self.tensors.items():
@@ -81,7 +71,7 @@ class Before:
                 tensor.data = data
         self.writes.undo()
         self.snapshot.restore()
-        for _, hooks, content in self.hooks:
+        for _, hooks, content in self.hooks.recorded:
             put_hooks(hooks, content)
 
 

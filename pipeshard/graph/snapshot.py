@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipeshard.graph.places import (
     HOOKS,
@@ -32,6 +33,7 @@ from pipeshard.graph.places import (
     PathStep,
     constants_of,
     content_of,
+    defaults_of,
     entries_of,
     format_path,
     is_number,
@@ -314,8 +316,10 @@ class Flags:
         self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
         self.reads: dict[int, dict[int, int]] = {}  # by state and id: uses of the `data` of these tensors
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
-        self.unhooked: dict[int, dict[Path, Any]] = {}  # by state: empty dicts of hooks
+        self.hooks: dict[int, Hooks] = {}  # by state
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
+        self.moved_hooks: set[int] = set()  # the ids of hooks that forwards have registered or removed
+        self.first_hook = 0  # the id of the first hook that was registered after the last call of `number`
         self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
         self.looks = Looks()
         self.now = self.next = 0  # the number of the current state, and of the next new one
@@ -323,6 +327,7 @@ class Flags:
     def number(self) -> int:
         """The number of the current state: the number of an equal known state, otherwise a new number."""
         self.looks.number += 1
+        self.first_hook = RemovableHandle.next_id
         self.now = self._number()
         return self.now
 
@@ -349,14 +354,14 @@ class Flags:
         self.looks.found()
         if len(self.states) >= MOST_STATES:
             oldest = next(iter(self.states))
-            for of_states in (self.states, self.values, self.reads, self.trained, self.unhooked):
+            for of_states in (self.states, self.values, self.reads, self.trained, self.hooks):
                 del of_states[oldest]
         state = self.states[self.next] = Snapshot(self.roots, self.without)
         counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
         self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
         self.reads[self.next] = {id(tensor): count_reads(tensor) for tensor in counting}
         self.trained[self.next] = self._trained(state)
-        self.unhooked[self.next] = unhooked(state)
+        self.hooks[self.next] = Hooks((h.path, h.object) for h in state.holders if isinstance(h.object, nn.Module))
         self.unsure.add(self.next)
         self.next += 1
         return self.next - 1
@@ -375,15 +380,18 @@ class Flags:
 
     def stepped(self) -> None:
         """Record that a step has run since the last call of `number`. Places that the first step in a state has changed
-        do not count from now on."""
-        if self.now in self.unsure & self.states.keys():
+        do not count from now on, nor do hooks that any step has registered."""
+        is_first = self.now in self.unsure & self.states.keys()
+        if is_first or (self.first_hook != RemovableHandle.next_id and self.now in self.states):
+            for _, hooks, content in self.hooks[self.now].changed():
+                self.moved_hooks |= {key for key in hooks if key >= self.first_hook}
+                self.moved_hooks |= content.keys() - hooks.keys() if is_first else set()
+        if is_first:
             self.moved |= {(id(change.holder), change.key) for change in self._changes(self.now)}
         self.unsure.discard(self.now)
 
     def _changes(self, number: int) -> Iterator[Change]:
-        state, values, unhooked = self.states[number], self.values[number], self.unhooked[number]
-        first = [(path, hooks) for path, hooks in unhooked.items() if hooks] if any(unhooked.values()) else []
-        hooked = (Change(path, hooks, None, {}, hooks) for path, hooks in first)
+        state, values, hooked = self.states[number], self.values[number], self._changed_hooks(number)
         if not self.without:
             return itertools.chain(hooked, flagged(state))
         counting = (entry for entry in state.tensors if id(entry[3]) in values)
@@ -395,12 +403,36 @@ class Flags:
         )
         return itertools.chain(hooked, state.replaced(_Annealing(state, values)), others)
 
+    def _changed_hooks(self, number: int) -> Iterator[Change]:
+        for path, hooks, content in self.hooks[number].changed():
+            before, now = ([d[key] for key in d if key not in self.moved_hooks] for d in (content, hooks))
+            if len(before) != len(now) or not all(map(_is_same_hook, before, now)):
+                yield Change(path, hooks, None, content, hooks)
 
-def unhooked(state: Snapshot) -> dict[Path, Any]:
-    """By path, the dicts of hooks of modules that are empty. The walk skips these dicts."""
-    modules = (holder for holder in state.holders if isinstance(holder.object, nn.Module))
-    dicts = {(*m.path, PathStep("attr", name)): m.object.__dict__.get(name) for m in modules for name in CALLED}
-    return {path: hooks for path, hooks in dicts.items() if hooks is not None and not hooks}
+
+class Hooks:
+    """The hooks of some modules, given with their paths, recorded on creation. A Snapshot walks the hooks, but does not
+    compare the dicts that contain them: their keys are the ids of handles."""
+
+    def __init__(self, modules: Iterable[tuple[Path, nn.Module]], names: Iterable[str] = CALLED) -> None:
+        held = ((path, name, module.__dict__.get(name)) for path, module in modules for name in names)
+        self.recorded = [((*path, PathStep("attr", name)), d, dict(d)) for path, name, d in held if d is not None]
+        self._empty = [hooks for _, hooks, content in self.recorded if not content]
+        self._full = [entry for entry in self.recorded if entry[2]]
+
+    def changed(self) -> Iterator[tuple[Path, Any, Any]]:
+        """The dicts of hooks that have changed, each as (path, dict, recorded content). Fast if there are none."""
+        return (entry for entry in (self.recorded if any(self._empty) else self._full) if entry[1] != entry[2])
+
+
+def _is_same_hook(before: Any, now: Any) -> bool:
+    """Whether these are the same hook, or functions that a loop creates again, with the same values in their closures,
+    defaults and attributes."""
+    if not isinstance(before, FunctionType) or not isinstance(now, FunctionType) or before.__code__ is not now.__code__:
+        return is_same(before, now)
+    held = [(defaults_of(hook), content_of(hook, "cell").values(), vars(hook).values()) for hook in (before, now)]
+    kept = [tuple(itertools.chain(*values)) for values in held]
+    return before.__globals__ is now.__globals__ and len(kept[0]) == len(kept[1]) and all(map(is_same, *kept))
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -560,12 +560,16 @@ class Annealed(Net):
 FEW_STATES = 5
 
 
+HOOKED = "the model has another hook in each step (most recently, in embed._forward_hooks)"
+
+
 def traced_often() -> list[tuple[int, list[str]]]:
-    """The numbers of traces with a number that changes in each step, and the warnings: as a float, and as a buffer."""
+    """The numbers of traces with a number that changes in each step, and the warnings: as a float, as a buffer, and in
+    a hook."""
     found = []
-    for as_buffer in (False, True):
+    for kind in ("float", "buffer", "hook"):
         model, said = Annealed(), list[str]()
-        model.beta = nn.Buffer(torch.tensor(0.0)) if as_buffer else 0.0
+        model.beta = nn.Buffer(torch.tensor(0.0)) if kind == "buffer" else 0.0
         with (
             mock.patch.object(snapshot, "MOST_STATES", FEW_STATES),
             mock.patch.object(traces, "trace", wraps=traces.trace) as tracing,
@@ -573,11 +577,14 @@ def traced_often() -> list[tuple[int, list[str]]]:
         ):
             split = Split(model, 2, batch(0), num_microbatches=2, verify=False)
             for k in range(FEW_STATES + 3):
-                if as_buffer:
+                handle = model.embed.register_forward_hook(counting(k)) if kind == "hook" else None
+                if kind == "buffer":
                     model.beta.fill_(k / 100)  # type: ignore[union-attr, operator]
-                else:
+                elif kind == "float":
                     model.beta = k / 100
                 split.backward(batch(0))
+                if handle is not None:
+                    handle.remove()
         found.append((tracing.call_count, said))
     return found
 
@@ -586,9 +593,10 @@ def traced_often() -> list[tuple[int, list[str]]]:
 @pytest.mark.turns
 def test_a_number_of_the_model_that_changes_in_each_step_is_named(pool: Pool) -> None:
     """A step took ten times as long as without an attribute that the loop set in each step, and no message said so."""
-    for rank, ((of_float, said), (of_buffer, silent)) in enumerate(pool.run(traced_often, 2)):
-        assert of_float >= FEW_STATES > 3 >= of_buffer and silent == []
+    for rank, ((of_float, said), (of_buffer, silent), (of_hook, advised)) in enumerate(pool.run(traced_often, 2)):
+        assert of_float >= FEW_STATES > 3 >= of_buffer and of_hook >= FEW_STATES and silent == []
         assert [text[:52] for text in said] == ["the model changes in each step (most recently, beta)"][rank:]
+        assert [text.split(", so ")[0] for text in advised] == [HOOKED][rank:]
 
 
 class Shapes(Net):
@@ -1204,27 +1212,93 @@ def test_the_first_hook_of_a_module_is_found_after_boost(pool: Pool, kind: str) 
         assert largest_error(differences) < 1e-6
 
 
+def counting(count: int) -> Any:
+    """A hook that a loop creates for a step."""
+    return lambda *call: count * 0 or None
+
+
 def test_a_hook_is_a_state_and_one_of_the_forward_is_none() -> None:
-    """A module's first hook was no new state, nor was a hook that was registered again after it had been removed. Hooks
-    that the first step registers must not be one: each later step would trace the model again."""
+    """A module's first hook was no new state, nor was a hook on a module on which the first step had registered one.
+    Hooks that steps register must not be a state: each later step would trace the model again."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
     flags, numbers = Flags(model), []
 
-    def look() -> None:
+    def look(step: Callable[[], Any] = lambda: None) -> None:
         numbers.append(flags.number())
+        step()
+        flags.stepped()
 
+    def leaks() -> None:
+        model[0].register_forward_hook(lambda *call: None)
+
+    look(leaks)
+    look(leaks)
+    handle = model[0].register_forward_hook(counting(1))
+    look(leaks)
+    handle.remove()
     look()
-    model[1].register_forward_pre_hook(lambda *call: None)  # by the first step
-    flags.stepped()
+    model[0].register_forward_hook(counting(2))
+    look(leaks)
     look()
-    for _ in range(2):
-        handle = model[0].register_forward_hook(lambda *call: None)
-        look()
+    assert numbers == [0, 0, 1, 0, 2, 2]
+
+
+def test_hooks_that_a_loop_registers_for_each_step_are_one_state() -> None:
+    """A loop that registered the same hook for each step was in a new state in each step, and was traced in each: the
+    ids of handles were compared. Functions that the loop creates again are the same hooks if their values are."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    flags, seen, numbers = Flags(model), Seen(), []
+    for hook in (counting(1), seen.add, counting(1), seen.add, counting(2), None):
+        handle = model[0].register_forward_hook(hook) if hook else None
+        numbers.append(flags.number())
         flags.stepped()
-        handle.remove()
-        look()
-        flags.stepped()
-    assert numbers == [0, 0, 1, 0, 2, 0]
+        if handle:
+            handle.remove()
+    assert numbers == [0, 1, 0, 1, 2, 3]
+
+
+class Seen:
+    """Keeps the mean of what a module returns."""
+
+    def __init__(self) -> None:
+        self.means: list[Tensor] = []
+
+    def add(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.means.append(output.mean())
+
+
+def hooked_each_step() -> tuple[list[float], int]:
+    """The differences of the loss from the unsplit model's where a loop registers a hook for each step, whose results
+    are a term of the loss, and the number of states."""
+    torch.manual_seed(0)
+    model, seen = Net(), Seen()
+    unsplit = copy.deepcopy(model)
+
+    def criterion(outputs: Any, inputs: Any) -> Tensor:
+        loss: Tensor = outputs["loss"] + sum(seen.means)
+        return loss
+
+    booster = Booster(plugin=PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=1, dry_run_input=batch(9)))
+    boosted, optimizer, given, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1), criterion)
+    found = []
+    for _ in range(3):
+        handles = [each.layers[0].a.register_forward_hook(seen.add) for each in (boosted.unwrap(), unsplit)]
+        seen.means.clear()
+        loss = booster.execute_pipeline(iter([batch(0)]), boosted, given, optimizer)["loss"]
+        seen.means.clear()
+        found.append(abs(float(loss - criterion(unsplit(**batch(0)), {}))))
+        for handle in handles:
+            handle.remove()
+    return found, boosted.pipeline.traces.flags.next
+
+
+@pytest.mark.turns
+def test_a_hook_that_a_loop_registers_for_each_step_is_traced_once(pool: Pool) -> None:
+    """Each step traced the model again and proved its loss, as a handle has a new id each time. A place inside a hook
+    must not be found by this id."""
+    for differences, states in pool.run(hooked_each_step, 2):
+        assert largest_error(differences) < 1e-6
+        assert states == 2
 
 
 def test_hooks_of_the_first_forward_change_only_at_its_start() -> None:
