@@ -519,43 +519,58 @@ def kind_of_number(number: float) -> Hashable:
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
     """Whether the code of the criterion, or code of modules that `unit` does not contain, mentions the name of `place`:
     their classes, and functions in their attributes. This code may then read the value that a call of the unit has
-    written to the place. True for a place without a name."""
+    written to the place. A decorator of the user that `unit` has too does not count. True for a place without a
+    name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True
     name = name.rpartition(".")[2]
-    if isinstance(criterion, FunctionType):
-        known = frozenset(names_in(criterion.__code__))
-    else:
-        known = _names_in_class(type(criterion))  # type: ignore[arg-type]
-    kinds = {type(module) for module in model.modules()} - {type(module) for module in unit.modules()}
-    held = _code_held(model) - _code_held(unit)
-    return (
-        name in known
-        or any(name in _names_in_class(kind) for kind in kinds)  # type: ignore[arg-type]
-        or any(name in names_in(code) for code in held)
-    )
+    around, inside = _classes_in(model), _classes_in(unit)
+    others = around - inside if isinstance(criterion, FunctionType) else around - inside | {type(criterion)}
+    code = {own.__code__ for kind in others for value in _code_of(kind) if (own := _undecorated(value))}
+    code |= _decorating(others) - _decorating(inside)
+    code |= _code_held(model) - _code_held(unit)
+    code |= {criterion.__code__} if isinstance(criterion, FunctionType) else set()
+    return any(name in names_in(each) for each in code)
 
 
-@functools.cache
-def _names_in_class(kind: Any) -> frozenset[str]:
-    bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
-    functions = (function for base in bases for value in vars(base).values() for function in _functions(value))
-    return frozenset(name for function in functions for name in names_in(function.__code__))
+def _classes_in(model: nn.Module) -> set[type]:
+    return {type(module) for module in model.modules()}
+
+
+def _code_of(kind: type) -> Iterator[Any]:
+    """The functions, methods and properties of a class. They are not cached, since the user may replace them."""
+    for base in kind.__mro__:
+        if base not in (nn.Module, object):
+            yield from vars(base).values()
+
+
+def _decorating(kinds: Iterable[type]) -> set[CodeType]:
+    """The code of the user's decorators of functions in these classes."""
+    values = (value for kind in kinds for value in _code_of(kind))
+    return {decorator.__code__ for value in values if (decorator := _decorator(value))}
 
 
 def _code_held(model: nn.Module) -> set[CodeType]:
-    """The code of the functions in attributes of the modules of `model`, such as a replaced forward."""
+    """The code of the functions in attributes of the modules of `model`, such as a replaced forward, and of their
+    decorators."""
     values = (own(value) for module in model.modules() for value in vars(module).values())
-    held = (value for value in values if isinstance(value, FunctionType | MethodType | functools.partial))
-    return {function.__code__ for value in held for function in _functions(value)}
+    held = [value for value in values if isinstance(value, FunctionType | MethodType | functools.partial)]
+    found = (function for value in held for function in (_undecorated(value), _decorator(value)))
+    return {function.__code__ for function in found if function}
 
 
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The function of a method, a property or a partial, without the user's decorator, and this decorator's."""
-    called: Any = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
-    inner = inspect.unwrap(called)
-    if isinstance(inner, FunctionType):
-        yield inner
-    if called is not inner and is_users_function(called):
-        yield called
+def _called(value: Any) -> Any:
+    """The function of a method, a property or a partial."""
+    return getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
+
+
+def _undecorated(value: Any) -> FunctionType | None:
+    function = inspect.unwrap(_called(value))
+    return function if isinstance(function, FunctionType) else None
+
+
+def _decorator(value: Any) -> FunctionType | None:
+    """The user's function around the function of a method, a property or a partial."""
+    function = _called(value)
+    return function if function is not inspect.unwrap(function) and is_users_function(function) else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
@@ -145,6 +147,58 @@ def one(function: Callable[..., Any]) -> Callable[[Any], None]:
     return prepare
 
 
+def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of the user that keeps the times of calls, as one sets it on several classes of a package."""
+
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        CONTEXT.times[function.__qualname__].append(time.perf_counter() - start)
+        return result
+
+    return inner
+
+
+class Timed(OfPackage):
+    __module__ = PACKAGE
+    forward = timed(Block.forward)
+
+
+class TimedNet(Net):
+    __module__ = PACKAGE
+    block = Timed
+    forward = timed(Net.forward)
+
+
+def starts_times(model: Any) -> None:
+    CONTEXT.times = defaultdict(list)
+
+
+def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        CONTEXT.calls[function.__qualname__] += 1
+        return function(*args, **kwargs)
+
+    return inner
+
+
+class Counted(OfPackage):
+    __module__ = PACKAGE
+    forward = counted(Block.forward)
+
+
+class CountedNet(Net):
+    __module__ = PACKAGE
+    block = Counted
+    forward = counted(Net.forward)
+
+
+def starts_calls(model: Any) -> None:
+    CONTEXT.calls = Counter()
+
+
 def of_lengths(*lengths: int) -> list[Batch]:
     return [data(seed, length=length) for seed, length in enumerate(lengths)]
 
@@ -171,6 +225,13 @@ CASES = {
         "functools.wraps gives the user's function the module of torch's: it counted as torch's, with its closure.",
         wrapped,
     ),
+    "times of patched classes": case(
+        TimedNet,
+        "A decorator on the classes of layers and model leaves times, which nothing else reads: the layers' times were "
+        "refused, because the model's class has the same decorator.",
+        starts_times,
+    ),
+    "counts of patched classes": case(CountedNet, "The same with numbers of calls.", starts_calls),
     "a count of one patched layer": replace(
         case(
             Plain,
