@@ -260,6 +260,50 @@ def test_factors_of_a_skipped_step_are_forgotten(pool: Pool) -> None:
     pool.run(scales_one_stage, 2, timeout=120)
 
 
+def overflows_untrained(layout: dict[str, Any]) -> list[bool]:
+    """Steps of which the first overflows in the embedding, which no optimizer trains or clears, and in a layer."""
+    sides = Sides(layout, lambda model: sgd(model.layers), precision="fp16", initial_scale=1024.0)
+    before = {name: parameter.detach().clone() for name, parameter in sides.held()}
+    skipped = []
+    for step in range(4):
+        sides.split_loss(sides.batches(step))
+        for gradient in gradients((sides.model.embed.weight, sides.model.layers[1].a.weight)) if step == 0 else ():
+            gradient.fill_(torch.inf)
+        sides.optimizer.step()
+        skipped.append(sides.optimizer.skipped)
+        sides.optimizer.zero_grad()
+    assert sides.engine.model.pipeline.scaling.value == 512.0
+    assert all(p.equal(before[name]) == ("layers" not in name) for name, p in sides.held())
+    return skipped
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("layout", [{}, {"dp_size": 2, "zero_stage": 1}])
+def test_an_overflow_of_a_parameter_in_no_optimizer_skips_no_later_step(pool: Pool, layout: dict[str, Any]) -> None:
+    """The optimizer had only the layers, so its zero_grad() never cleared the inf in the embedding's gradient: after
+    one overflow, every step was skipped, and the loss scale fell to 1, silently."""
+    assert pool.run(overflows_untrained, 2, layout, timeout=120) == [[True, False, False, False]] * 2
+
+
+def overflows_always() -> list[str]:
+    """The warnings of steps whose gradients are never finite. zero_grad clears those of the layers only."""
+    told = listening()
+    sides = Sides({}, lambda model: sgd(model.layers), precision="fp16", initial_scale=4.0)
+    sides.model.layers[1].a.weight.register_hook(lambda gradient: gradient * torch.inf)
+    for step in range(14):
+        sides.split_loss(sides.batches(step))
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+    return [text for text in told if "skipped" in text]
+
+
+@pytest.mark.turns
+def test_steps_that_are_always_skipped_are_warned_of_once(pool: Pool) -> None:
+    """A model whose gradients were always NaN trained for days without an update: `optimizer.skipped` alone told."""
+    (told,), _ = pool.run(overflows_always, 2, timeout=120)
+    assert "last 10 steps" in told and "layers.1.a.weight" in told
+
+
 def adds_noise(model: Any, optimizer: Any) -> None:
     for gradient in gradients(of_optimizer(optimizer)):
         gradient.add_(torch.randn_like(gradient), alpha=0.01)

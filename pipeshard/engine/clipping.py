@@ -5,6 +5,7 @@ on all ranks, and each parameter counts once, even if several ranks hold it. The
 norm for all optimizers of the model.
 """
 
+import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -28,7 +29,10 @@ from pipeshard.errors import ConfigurationError, UsageError, listed
 from pipeshard.ghost import Ghost
 from pipeshard.graph.foreign import NO_GRADIENT, state_of_gradient
 from pipeshard.graph.writes import stored
+from pipeshard.options import LEAST_SCALE
 from pipeshard.private import foreach_mul_, foreach_norm
+
+logger = logging.getLogger("pipeshard")
 
 
 class ModelGradients:
@@ -229,17 +233,22 @@ class ModelGradients:
             self.updates.judge()
             if self.max_norm > 0:
                 self._refuse_untrained()
-                self.clip(self.max_norm)
+                checked = self.clip(self.max_norm)
             elif self.scaling is not None:
-                self.norm, self.norm_type = self.total(2.0), 2.0
+                self.norm = checked = self.total(2.0)
+                self.norm_type = 2.0
+                if not torch.isfinite(checked):  # perhaps only gradients that no optimizer uses or clears
+                    checked = self.total(2.0, self.updated)
             if self.scaling is not None:
-                self.overflow = self.norm is not None and not bool(torch.isfinite(self.norm))
+                self.overflow = not bool(torch.isfinite(checked))
                 if self.overflow:
                     self.updates.skipped()
                 self._rescale(1.0)
                 self.scaling.update(self.overflow)
                 if self.overflow and self._used is not None and self._used is not self.scaling:
                     self._used.update(True)
+                if self.scaling.overflows == STUCK:
+                    self._warn_of_skips()
             if is_clipped:
                 self.norm, self.norm_type = before
         self._stepped.add(optimizer)
@@ -260,10 +269,15 @@ class ModelGradients:
             self._multiply(factor)
         return self.norm
 
-    def total(self, norm_type: float) -> Tensor:
-        """The norm of the unscaled gradients of the full model, the same on every rank. Call it on all ranks."""
+    def total(self, norm_type: float, weights: Mapping[str, MasterWeight] | None = None) -> Tensor:
+        """The norm of the unscaled gradients of the full model, or only of `weights`, the same on every rank. Call it
+        on all ranks."""
         self._settle()
-        return grad_norm(self._counted(), self.grid.world, norm_type) / self._factor
+        counted = self._counted()
+        if weights is not None:
+            chosen = {weight.parameter for weight in weights.values()}
+            counted = {parameter: count for parameter, count in counted.items() if parameter in chosen}
+        return grad_norm(counted, self.grid.world, norm_type) / self._factor
 
     def _counted(self) -> dict[nn.Parameter, int]:
         """The parameters whose gradients this rank contributes to the norm, with the number of ranks that contribute
@@ -309,6 +323,24 @@ class ModelGradients:
                 "optimizer, or pass max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all "
                 "gradients"
             )
+
+    def _warn_of_skips(self) -> None:
+        """Warn, on the first rank, that steps are skipped although the loss scale cannot become smaller. Call it on all
+        ranks."""
+        gradients = {name: local_grad(weight.parameter) for name, weight in self.weights.items()}
+        infinite = [n for n, grad in gradients.items() if grad is not None and not stored(grad).isfinite().all()]
+        names = gather_lists(infinite, self.grid.world)
+        if self.grid.first:
+            logger.warning(SKIPPED, STUCK, LEAST_SCALE, listed([*dict.fromkeys(names)], 3))
+
+
+STUCK = 10  # consecutive skipped steps with the smallest loss scale after which a warning is logged
+SKIPPED = (
+    "the last %d steps were skipped, although the loss scale has already been reduced to %s: the gradients are not "
+    "finite (parameters: %s). If one of these parameters is in no optimizer, optimizer.zero_grad() does not clear its "
+    "gradient: call model.zero_grad(). If the loss is not finite, pass check_finite=True to PipelinePlugin to find the "
+    "stage that computes non-finite values, or use precision='bf16'"
+)
 
 
 def order_of(norm_type: float | str) -> float:

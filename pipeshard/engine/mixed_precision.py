@@ -38,8 +38,10 @@ class LossScale:
     def __init__(self, initial: float = 2.0**16, interval: int = 1000) -> None:
         self.value, self.interval = initial, interval
         self.steps = 0  # consecutive steps without an overflow
+        self.overflows = 0  # consecutive overflows with the smallest scale
 
     def update(self, overflow: bool) -> None:
+        self.overflows = self.overflows + 1 if overflow and self.value == LEAST_SCALE else 0
         if overflow:
             self.value, self.steps = max(LEAST_SCALE, self.value / 2), 0
             return
