@@ -20,6 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
     BertLMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -28,6 +30,7 @@ from transformers import (
     RobertaForCausalLM,
 )
 from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import PipeshardError
@@ -220,7 +223,9 @@ def test_auxiliary_loss_of_the_whole_microbatch(pool: Pool) -> None:
     assert pool.run(aux_loss, 2) == [[], []]
 
 
-def refused(model: nn.Module, data: dict[str, Tensor], later: dict[str, Tensor] | None = None, **options: Any) -> str:
+def refused(
+    model: nn.Module, data: dict[str, Tensor] | None, later: dict[str, Tensor] | None = None, **options: Any
+) -> str:
     """What boost, or a step on a later batch, says."""
     try:
         split = Split(model, dist.get_world_size(), data, num_microbatches=2, num_slices=3, **options)
@@ -276,6 +281,52 @@ def test_what_cannot_be_sliced_is_refused(pool: Pool, kind: str, says: str) -> N
     """Slices read what is before them alone, through the cache: all else would train otherwise without an error."""
     for said in pool.run(of_class, 2, kind):
         assert said.startswith(says), said
+
+
+class Mixing(LlamaDecoderLayer):
+    """A layer that adds the mean of all positions to each."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        mixed = super().forward(hidden_states, *args, **kwargs)
+        return mixed + 0.1 * mixed.mean(1, keepdim=True)
+
+
+def small_llama(layer: Any = None) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=zoo.VOCABULARY))
+    if layer is not None:
+        model.model.layers = nn.ModuleList(layer(model.config, k) for k in range(2))
+    return model
+
+
+def without_sample(kind: str) -> str:
+    data = data_of("llama", 12, 0)
+    if kind == "mixing":
+        return refused(small_llama(Mixing), None, data)
+    torch.manual_seed(0)
+    sizes = SMALL | {"vocab_size": zoo.VOCABULARY}
+    if kind == "mask":
+        model = GPTJForCausalLM(GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=zoo.VOCABULARY))
+        return refused(model, {name: data[name] for name in ("input_ids", "labels")}, zoo.left_padded(data))
+    model = RobertaForCausalLM(RobertaConfig(**sizes, is_decoder=True, pad_token_id=0))
+    return refused(model, None, data if kind == "unpadded" else zoo.left_padded(data))
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("mixing", "VerificationError: num_slices=3: LlamaForCausalLM in slices does not match the model on whole"),
+        ("padded", "BatchError: num_slices: this batch has padding, and slices of RobertaForCausalLM with padding"),
+        ("unpadded", "not refused"),
+        ("mask", "BatchError: num_slices: this batch has padding, and slices of GPTJForCausalLM with padding"),
+    ],
+)
+def test_slices_are_proven_without_a_sample(pool: Pool, kind: str, says: str) -> None:
+    """Without a dataloader, the proof compared samples whose tokens are all 0: with RoPE, each position then has the
+    same hidden states, and nothing that mixes positions could differ. A sample without a mask never had padding."""
+    (said,) = pool.run(without_sample, 1, kind)
+    assert said.startswith(says), said
 
 
 LONG: dict[str, tuple[Any, Any, dict[str, Any]]] = {

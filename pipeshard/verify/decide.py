@@ -37,6 +37,7 @@ from pipeshard.slices.cut import shortened, with_padding
 from pipeshard.split.packed import Packed
 from pipeshard.verify.passed import passed
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Large, Proof, prove
+from pipeshard.verify.samples import with_drawn_ids, with_mask
 from pipeshard.verify.smaller import HOOK_TABLES
 from pipeshard.verify.whole import is_batch_norm
 
@@ -121,6 +122,7 @@ def prove_at_boost(
         return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
+    sample = with_drawn_ids(model, sample) if is_cut else sample
     # Called on all ranks, so that all of them raise an error.
     tried = [shortened(sample, POSITIONS)] if is_sliced else Ragged(model).padded(sample) if is_ragged else [sample]
     left = Ragged(model).left_padded(sample) if is_ragged else []
@@ -158,7 +160,7 @@ def prove_at_boost(
             return made if of_left.kind in (EXACT, PARTLY) else of_left
         if not is_sliced:
             return made
-        padded = with_padding(tried[0], padding_token(model))
+        padded = with_padding(with_mask(model, tried[0], config.batch_dims or {}), padding_token(model))
         of_padded = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
         return replace(made, padding=of_padded.reason if of_padded.kind == DIFFERENT else "")
 

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from pipeshard.batch.batch import Batch
+from pipeshard.batch.batch import Batch, BatchDims
+from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
+from pipeshard.hf import IDS, MASK, has_parameter, special_tokens, text_config, without_adapters
+from pipeshard.slices.cut import sequence_of
 from pipeshard.verify.reference import Copies
 from pipeshard.verify.whole import is_batch_norm
 
@@ -55,3 +59,25 @@ class Samples:
         sizes = [part.rows for part in rows.split(self.m * self.replicas)]
         before = sum(sizes[: replica * self.m])
         return rows.take(torch.arange(before, before + sum(sizes[replica * self.m : (replica + 1) * self.m])))
+
+
+def with_drawn_ids(model: nn.Module, batch: Batch) -> Batch:
+    """The batch with random token ids, without special tokens, if all its ids are equal, as in dummy inputs. Equal
+    tokens have equal hidden states at every position (with RoPE), so a model that mixes positions would not differ."""
+    base, ids = without_adapters(model)[1], batch.tensors.get(IDS)
+    many = getattr(text_config(base), "vocab_size", None)
+    if ids is None or ids.is_floating_point() or ids.unique().numel() > 1 or not isinstance(many, int):
+        return batch
+    special = {*special_tokens(base)}
+    tokens = torch.tensor([token for token in range(many) if token not in special] or [*range(many)])
+    drawn = tokens[torch.randint(len(tokens), ids.shape, generator=torch.Generator().manual_seed(0))]
+    return batch.map(lambda path, leaf, _: drawn.to(leaf) if path == IDS else leaf)
+
+
+def with_mask(model: nn.Module, batch: Batch, declared: BatchDims) -> Batch:
+    """The batch with an attention_mask of ones, if the model takes one and the batch has none: later batches may."""
+    data = batch.data
+    if not isinstance(data, dict) or MASK in data or not has_parameter(model, MASK):
+        return batch
+    ones = torch.ones(batch.rows, sequence_of(batch), dtype=torch.int64, device=batch.device)
+    return read_batch(model, {**data, MASK: ones}, declared)
