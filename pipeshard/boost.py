@@ -40,7 +40,7 @@ from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Training
 from pipeshard.planner.planner import automatic, study
 from pipeshard.planner.profile import measured_costs
-from pipeshard.slices.refusals import refuse_unsliceable
+from pipeshard.slices.refusals import refuse_cacheless, refuse_unsliceable
 from pipeshard.split.blank import refuse_changed_blank, refuse_unloaded_blank
 from pipeshard.split.partition import Cost
 from pipeshard.split.policy import Policy
@@ -99,6 +99,7 @@ def boost_model(
         check_separable(fresh, model, config, grid)  # before the proof, which would only report a difference
     if config.has_slices:
         refuse_unsliceable(model)
+        refuse_cacheless(model, trains=optimizer is not None)
     asked = config
     if searches:
         config = _searched(config, grid, model, called, sample, num_batches)

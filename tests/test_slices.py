@@ -329,6 +329,51 @@ def test_slices_are_proven_without_a_sample(pool: Pool, kind: str, says: str) ->
     assert said.startswith(says), said
 
 
+class Normalized(LlamaDecoderLayer):
+    """A layer that ends with a batch norm over all positions."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norm = nn.BatchNorm1d(SMALL["hidden_size"])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = self.norm(super().forward(*args, **kwargs).transpose(1, 2)).transpose(1, 2)
+        return out
+
+
+class CentredInTraining(LlamaDecoderLayer):
+    """A layer that subtracts a mean of all positions, but only in training."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = super().forward(*args, **kwargs)
+        return out - out.mean(1, keepdim=True) if self.training else out
+
+
+def of_training(kind: str) -> str:
+    model = small_llama({"centred": CentredInTraining, "dropout": None}.get(kind, Normalized))
+    for layer in model.model.layers if kind == "dropout" else ():
+        layer.self_attn.attention_dropout = 0.1
+    options = {"verify": False} if kind == "batch norm, unverified" else {}
+    return refused(model.eval(), data_of("llama", 12, 0), **options)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("centred", "VerificationError: num_slices=3: LlamaForCausalLM in slices does not match the model on whole"),
+        ("batch norm", "ConfigurationError: num_slices: LlamaForCausalLM has 2 batch norms (model.layers.0.norm, ...)"),
+        ("batch norm, unverified", "ConfigurationError: num_slices: LlamaForCausalLM has 2 batch norms"),
+        ("dropout", "not refused"),
+    ],
+)
+def test_statistics_of_positions_in_training(pool: Pool, kind: str, says: str) -> None:
+    """Slices were proven in evaluation mode only, because of dropout, and the warning of batch norms needed several
+    microbatches: each slice was silently normalized with its own statistics."""
+    (said,) = pool.run(of_training, 1, kind)
+    assert said.startswith(says), said
+
+
 LONG: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "dynamic": (LlamaConfig, LlamaForCausalLM, {"max_position_embeddings": 40}),
     "longrope": (Phi3Config, Phi3ForCausalLM, {"max_position_embeddings": 80, "original_max_position_embeddings": 40}),

@@ -48,10 +48,10 @@ def refuse_unsliceable(model: nn.Module) -> None:
     cache_of(model, Slice(0, 1, 1, {}))
 
 
-def refuse_cacheless(model: nn.Module) -> None:
-    """Raise ConfigurationError for a model with transformers' gradient checkpointing, which calls layers without a
-    cache."""
-    if model.training and any(map(recomputes, model.modules())):
+def refuse_cacheless(model: nn.Module, trains: bool = False) -> None:
+    """Raise ConfigurationError for a model with transformers' gradient checkpointing, which in training mode calls
+    layers without a cache. With `trains`, the model is expected to be in training mode later."""
+    if (model.training or trains) and any(map(recomputes, model.modules())):
         raise ConfigurationError(
             f"num_slices: transformers' own gradient checkpointing calls the layers of {type(model).__name__} without "
             "a cache. Call model.gradient_checkpointing_disable(), and use PipelinePlugin(recompute=True)"

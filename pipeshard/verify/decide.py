@@ -104,11 +104,17 @@ def prove_at_boost(
 
     Returns a message that describes how slices of padded samples differ from whole samples, or "" if no difference was
     found. On all ranks, raises VerificationError if the split model differs or samples depend on each other, BatchError
-    if a microbatch does not run by itself, ConfigurationError if slices could not be compared, and Proven inside
-    `alone()`.
+    if a microbatch does not run by itself, ConfigurationError if slices could not be compared or the model has batch
+    norms that normalize slices, and Proven inside `alone()`.
     """
-    if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
-        _warn_of_batch_norms(model, trains=optimizer is not None)
+    norms = _batch_norms(model, trains=optimizer is not None)
+    if norms and config.has_slices:
+        raise ConfigurationError(
+            f"num_slices: {type(model).__name__} has {_named(norms)}. Batch norm would normalize each slice of a "
+            "sequence with the slice's own mean and variance. Use num_slices=1, or another norm, such as layer norm"
+        )
+    if norms and grid.first and config.num_microbatches != 1 and config.has_exact_loss:
+        _warn_of_batch_norms(model, norms)
     alone, stages = standing_alone() is not None, config.num_stages
     auto = config.verify == "auto" and not alone
     is_sliced, is_ragged = config.has_slices, config.is_ragged
@@ -219,25 +225,30 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
     )
 
 
-def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
-    """Warn about batch norms that normalize with the batch's statistics. With `trains`, the model's training mode is
-    considered, even if the model is in evaluation mode now."""
+def _batch_norms(model: nn.Module, trains: bool) -> list[str]:
+    """The names of the batch norms that normalize with the batch's statistics. With `trains`, the model's training mode
+    is considered, even if the model is in evaluation mode now."""
     norms = [name for name, module in model.named_modules() if is_batch_norm(module)]
     switches = bool(norms) and trains and not model.training
     with preserving(model) if switches else contextlib.nullcontext():
         if switches:
             model.train()
-        norms = [name for name in norms if model.get_submodule(name).training]
-    if norms:
-        one = len(norms) == 1
-        logger.warning(
-            "%s has %s, which %s each microbatch with its own mean and variance, "
-            "as in gradient accumulation: loss and gradients do not exactly match those of the whole batch. If they "
-            "must match, pass num_microbatches=1",
-            type(model).__name__,
-            f"a batch norm ({norms[0]})" if one else f"{len(norms)} batch norms ({norms[0]}, ...)",
-            "normalizes" if one else "normalize",
-        )
+        return [name for name in norms if model.get_submodule(name).training]
+
+
+def _named(norms: Sequence[str]) -> str:
+    return f"a batch norm ({norms[0]})" if len(norms) == 1 else f"{len(norms)} batch norms ({norms[0]}, ...)"
+
+
+def _warn_of_batch_norms(model: nn.Module, norms: Sequence[str]) -> None:
+    logger.warning(
+        "%s has %s, which %s each microbatch with its own mean and variance, "
+        "as in gradient accumulation: loss and gradients do not exactly match those of the whole batch. If they "
+        "must match, pass num_microbatches=1",
+        type(model).__name__,
+        _named(norms),
+        "normalizes" if len(norms) == 1 else "normalize",
+    )
 
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:

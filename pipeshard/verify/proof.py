@@ -106,7 +106,7 @@ def prove(
 ) -> Proof:
     """Train copies of a model, split and unsplit, for `steps` steps with different samples, and compare the copies. The
     model itself is not boosted yet. The user's objects do not change. With an optimizer, the copies are in training
-    mode, but with num_slices or microbatch_tokens always in evaluation mode.
+    mode, but in evaluation mode with microbatch_tokens, and with num_slices if the model draws random numbers.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
     parameters after the optimizer's step, and the saved state. It also compares the unsplit model on the whole batch
@@ -161,6 +161,7 @@ class _Proving:
         self.moving: dict[str, None] = {}
         self.cut: list[StepCut] = []
         self.draws, self.is_whole, self.smaller = False, False, ""
+        self.evaluates = config.is_ragged  # the random numbers of dropout depend on the length
         self.samples = Samples.few(config, given)
         self.undivided: Undivided | None = None
 
@@ -298,7 +299,7 @@ class _Proving:
             use_eager_kernels(made.model)
         for parameter in made.model.parameters():
             parameter.grad = None
-        if self.config.has_slices or self.config.is_ragged:  # the random numbers of dropout depend on the length
+        if self.evaluates:
             made.model.eval()
         # `from_pretrained` returns models in evaluation mode
         elif made.optimizer is not None and not made.model.training:
@@ -316,6 +317,10 @@ class _Proving:
         self.limit.step = self.limit.elapsed - start
         self.limit.refuse_long(STEPS_LEFT * self.limit.step)
         self.draws = before != generators(self.device)
+        if self.draws and self.config.has_slices and not self.evaluates:  # slices draw other numbers
+            self.evaluates = True
+            self._try()
+            return
         self.undivided = None
         if self.is_divided and self.given.sample.rows > 1:
             self.undivided = Undivided(self._reference(self._copy())) if self.draws else Undivided(tried, loss)
