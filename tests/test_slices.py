@@ -374,6 +374,44 @@ def test_statistics_of_positions_in_training(pool: Pool, kind: str, says: str) -
     assert said.startswith(says), said
 
 
+class Zeroed(LlamaForCausalLM):
+    """A model that sets the embeddings of padding to zero, which fails in slices: their mask includes earlier ones."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        labels: Any = None,
+        use_cache: Any = None,
+    ) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        if attention_mask is not None and not attention_mask.all():
+            embedded = embedded * attention_mask[..., None]
+        return super().forward(
+            inputs_embeds=embedded,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            labels=labels,
+            use_cache=use_cache,
+        )
+
+
+def with_padding_later() -> str:
+    data = data_of("llama", 12, 0)
+    torch.manual_seed(0)
+    model = Zeroed(LlamaConfig(**SMALL, vocab_size=zoo.VOCABULARY))
+    return refused(model, data, zoo.left_padded(data))
+
+
+@pytest.mark.turns
+def test_padding_on_which_the_proof_fails_is_refused(pool: Pool) -> None:
+    """A proof that failed counted as one that finds no difference, so the first batch with padding raised an error of
+    the model's own, whose code is right."""
+    (said,) = pool.run(with_padding_later, 1)
+    assert said.startswith("BatchError: num_slices: this batch has padding, and slices of Zeroed with padding could")
+
+
 LONG: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "dynamic": (LlamaConfig, LlamaForCausalLM, {"max_position_embeddings": 40}),
     "longrope": (Phi3Config, Phi3ForCausalLM, {"max_position_embeddings": 80, "original_max_position_embeddings": 40}),

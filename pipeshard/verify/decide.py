@@ -102,10 +102,10 @@ def prove_at_boost(
     """Prove a model on the first rank, if `config.verify` requests it or inside `alone()`. Call it on every rank before
     sharding.
 
-    Returns a message that describes how slices of padded samples differ from whole samples, or "" if no difference was
-    found. On all ranks, raises VerificationError if the split model differs or samples depend on each other, BatchError
-    if a microbatch does not run by itself, ConfigurationError if slices could not be compared or the model has batch
-    norms that normalize slices, and Proven inside `alone()`.
+    Returns a message that describes how slices of padded samples differ from whole samples, or why they could not be
+    compared; "" if no difference was found. On all ranks, raises VerificationError if the split model differs or
+    samples depend on each other, BatchError if a microbatch does not run by itself, ConfigurationError if slices could
+    not be compared or the model has batch norms that normalize slices, and Proven inside `alone()`.
     """
     norms = _batch_norms(model, trains=optimizer is not None)
     if norms and config.has_slices:
@@ -168,7 +168,7 @@ def prove_at_boost(
             return made
         padded = with_padding(with_mask(model, tried[0], config.batch_dims or {}), padding_token(model))
         of_padded = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
-        return replace(made, padding=of_padded.reason if of_padded.kind == DIFFERENT else "")
+        return replace(made, padding=_of_padding(of_padded))
 
     proof = _on_first(grid, work)
     name = type(model).__name__ + (f" (a copy with {proof.smaller})" if proof.smaller else "")
@@ -223,6 +223,15 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
         f"is aborted: {proof.reason}. Probably, a position depends on later ones, or the model's forward does not "
         "continue exactly where its cache ends. Use num_slices=1. PipelinePlugin(verify=False) skips this check"
     )
+
+
+def _of_padding(proof: Proof) -> str:
+    """The end of the sentence "slices with padding ...", or "" if the proof of padded samples found no difference."""
+    if proof.kind == DIFFERENT:
+        return f"do not train the same as whole sequences: {proof.reason}"
+    if proof.kind == UNPROVEN:
+        return f"could not be compared with whole sequences (verify=False skips this check): {proof.reason}"
+    return ""
 
 
 def _batch_norms(model: nn.Module, trains: bool) -> list[str]:

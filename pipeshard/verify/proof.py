@@ -54,7 +54,8 @@ class Proof:
     other, so that microbatches do not give the result of the batch. `moving`: state that changes with each microbatch,
     as in gradient accumulation. `dependent`: whether a microbatch does not run by itself, because of the error `cause`.
     `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
-    with padding differ from whole samples. `remedy`: advice for an unproven model, or "".
+    with padding differ from whole samples, or why they could not be compared. `remedy`: advice for an unproven model,
+    or "".
     """
 
     kind: str
