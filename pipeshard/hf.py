@@ -197,6 +197,12 @@ def has_label_per_sample(model: nn.Module) -> bool:
     return type(without_adapters(model)[1]).__name__.endswith("SequenceClassification")
 
 
+def has_flash_attention(model: nn.Module) -> bool:
+    """Whether the attention of a module is a flash kernel, which may read documents from their position ids."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any("flash" in str(getattr(config, "_attn_implementation", None)) for config in configs)
+
+
 def use_eager_kernels(model: nn.Module) -> None:
     """Replace kernels that do not support fp64: flash attention, and the grouped matrix product of experts."""
     if (experts := getattr(model, "set_experts_implementation", None)) is not None:

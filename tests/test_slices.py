@@ -33,7 +33,9 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from pipeshard.batch.batch import Batch
-from pipeshard.errors import PipeshardError
+from pipeshard.config import PipelineConfig
+from pipeshard.engine.cuts import Cuts
+from pipeshard.errors import BatchError, PipeshardError
 from pipeshard.schedule.given import check
 from pipeshard.schedule.program import Kind, Program
 from pipeshard.schedule.simulate import simulate
@@ -649,6 +651,31 @@ def packed(name: str) -> list[str]:
 def test_documents_in_a_row_are_kept_apart_by_a_mask(pool: Pool, name: str) -> None:
     """gemma2's layers with a window returned the keys of the window, and torch raised an error about their number."""
     assert pool.run(packed, 2, name) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("masked", "attention", "is_refused"),
+    [
+        (12, "flash_attention_2", True),
+        (9, "flash_attention_2", True),
+        (4, "flash_attention_2", False),
+        (12, "sdpa", False),
+    ],
+)
+def test_flash_attention_reads_positions_beside_a_mask_of_ones(masked: int, attention: str, is_refused: bool) -> None:
+    """Flash attention omits a mask without padding, and then separates documents by their position_ids: in slices they
+    attended to each other, without an error."""
+    model = small_llama()
+    model.config._attn_implementation = attention
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    mask = (torch.arange(12) < masked).long()[None]
+    data = {"input_ids": torch.ones_like(positions), "attention_mask": mask, "position_ids": positions}
+    cuts = Cuts(PipelineConfig(pp_size=1, num_microbatches=1, num_slices=2), model)
+    if not is_refused:
+        assert len(cuts.slices([[Batch.of(data, "input_ids")]])[0]) == 2
+        return
+    with pytest.raises(BatchError, match="position_ids restart within a sample"):
+        cuts.slices([[Batch.of(data, "input_ids")]])
 
 
 def test_a_long_sample_is_proven_where_it_has_labels() -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from pipeshard.batch.batch import Batch
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.ragged import Ragged
+from pipeshard.hf import has_flash_attention
 from pipeshard.slices.cut import cut, lengths, sequence_of
 from pipeshard.slices.refusals import attention_slope
 
@@ -22,6 +23,7 @@ class Cuts:
     def __init__(self, config: PipelineConfig, model: nn.Module) -> None:
         self.config = config
         self.slope = attention_slope(model) if config.has_slices else 0.0
+        self.is_flash = config.has_slices and has_flash_attention(model)
         self.forget()
 
     def forget(self) -> None:
@@ -64,4 +66,5 @@ class Cuts:
         n = min(len(lengths(total, wanted, self.slope)) for total in totals)
         if n == 1:
             return []
-        return [cut(batch, lengths(total, n, self.slope)) for batch, total in zip(microbatches, totals, strict=True)]
+        sizes = [lengths(total, n, self.slope) for total in totals]
+        return [cut(batch, of_batch, self.is_flash) for batch, of_batch in zip(microbatches, sizes, strict=True)]

@@ -69,14 +69,14 @@ def positions_of(batch: Batch) -> int:
     return sequence_of(batch) if given is None or given.is_meta else int(given.max()) + 1
 
 
-def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Split a batch along its sequence into slices of these sizes. Raises BatchError for media, and for samples that
-    contain several documents."""
+def cut(batch: Batch, sizes: Sequence[int], is_flash: bool) -> list[Batch]:
+    """Split a batch along its sequence into slices of these sizes. `is_flash` is whether the model has flash attention.
+    Raises BatchError for media, and for samples that contain several documents."""
     total, ends = sequence_of(batch), list(accumulate(sizes))
     for path in batch.paths:
         if media_kind(path) is not None and not is_mask(path):
             raise BatchError(f"num_slices: {path} contains media, which slices do not support. Use num_slices=1")
-    _refuse_packed(batch)
+    _refuse_packed(batch, is_flash)
 
     def slice_of(start: int, end: int) -> Batch:
         return batch.map(lambda path, leaf, dim: _narrowed(path, leaf, dim, total, start, end))
@@ -95,22 +95,28 @@ def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: i
     return leaf.narrow(dims[0], start, end - start) if len(dims) == 1 and leaf.ndim > 1 else leaf
 
 
-def _refuse_packed(batch: Batch) -> None:
-    """Raise BatchError for a sample with several documents: with a cache, position ids do not separate them."""
-    positions = batch.tensors.get(POSITIONS)
-    if positions is None or positions.is_meta or MASK in batch.tensors:
+def _refuse_packed(batch: Batch, is_flash: bool) -> None:
+    """Raise BatchError for a sample with several documents: with a cache, position ids do not separate them. With a
+    mask, they do not without a cache either, except in flash attention of one row before its first padding."""
+    positions, mask = batch.tensors.get(POSITIONS), batch.tensors.get(MASK)
+    if positions is None or positions.is_meta:
         return
-    if bool((positions.diff(dim=-1) != 1).any()):
+    restarts = positions.diff(dim=-1) != 1
+    if mask is not None:
+        if not is_flash or mask.ndim != 2 or batch.rows != 1:
+            return
+        restarts = restarts & mask.bool().long().cumprod(-1)[:, 1:].bool()
+    if bool(restarts.any()):
         raise BatchError(
             f"num_slices: {POSITIONS} restart within a sample, so the sample contains several documents. Slices use a "
             f"cache, and with a cache transformers does not separate documents by their {POSITIONS}. Pass a "
-            "four-dimensional attention_mask, or use num_slices=1"
+            "four-dimensional attention_mask (not with flash attention), or use num_slices=1"
         )
 
 
-def shortened(batch: Batch, most: int) -> Batch:
+def shortened(batch: Batch, most: int, is_flash: bool = False) -> Batch:
     """Divide a batch into consecutive parts of `most` positions, and return the part with the most labels. A batch with
-    at most `most` positions is returned unchanged."""
+    at most `most` positions is returned unchanged. `is_flash` is passed to `cut`."""
     total = sequence_of(batch)
     if total <= most:
         return batch
@@ -124,7 +130,7 @@ def shortened(batch: Batch, most: int) -> Batch:
 
     start = max(starts, key=labels_from)
     sizes = [size for size in (start, most, total - start - most) if size]
-    return cut(batch, sizes)[1 if start else 0]
+    return cut(batch, sizes, is_flash)[1 if start else 0]
 
 
 def with_padding(batch: Batch, token: int | None) -> Batch:

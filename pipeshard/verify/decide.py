@@ -24,6 +24,7 @@ from pipeshard.errors import BatchError, ConfigurationError, VerificationError
 from pipeshard.graph.preserve import preserving
 from pipeshard.hf import (
     KNOWN_PACKAGES,
+    has_flash_attention,
     has_known_loss,
     is_of_packages,
     padding_token,
@@ -130,7 +131,9 @@ def prove_at_boost(
     of_world = replace(config, dp_size=grid.dp_size)
     sample = with_drawn_ids(model, sample) if is_cut else sample
     # Called on all ranks, so that all of them raise an error.
-    tried = [shortened(sample, POSITIONS)] if is_sliced else Ragged(model).padded(sample) if is_ragged else [sample]
+    tried = Ragged(model).padded(sample) if is_ragged else [sample]
+    if is_sliced:
+        tried = [shortened(sample, POSITIONS, has_flash_attention(model))]
     left = Ragged(model).left_padded(sample) if is_ragged else []
 
     def work(note: Callable[[], None]) -> Proof:
