@@ -277,7 +277,8 @@ class Pipeline:
             return News(bits, ways, *self.gradients.updates.numbers)
 
         training = "train" if self.model.training else "eval"
-        mode = f"{'training step' if train else 'forward only'}, return_outputs={asked.outputs}, model.{training}()"
+        returned = f"return_loss={bool(asked.loss)}, return_outputs={asked.outputs}"
+        mode = f"{'training step' if train else 'forward only'}, {returned}, model.{training}()"
         batches, agreed = self.reader.next(data_iter, mode, news, num_batches)
         if train:
             self.reader.warn_repeated(agreed)

@@ -231,6 +231,30 @@ def test_an_entry_that_one_rank_has_is_named(pool: Pool) -> None:
         )
 
 
+def loss_of_one_rank() -> list[str]:
+    """The messages of evaluations and training steps that return the loss on one rank only."""
+    split, data, rank = split_of_two(), zoo.batch("gpt2", rows=4), dist.get_rank()
+    found = []
+    for trains in (False, True):
+        for first in (True, False):
+            with torch.set_grad_enabled(trains), pytest.raises(BatchError) as caught:
+                returned = (rank == 0) == first
+                split.booster.execute_pipeline(iter([data]), split.model, None, split.optimizer, return_loss=returned)
+            found.append(str(caught.value))
+    split.backward(data)
+    return found
+
+
+@pytest.mark.turns
+def test_a_loss_that_one_rank_wants_is_named(pool: Pool) -> None:
+    """A loop passed return_loss=(rank == 0), since only rank 0 logs. In an evaluation, or on a GPU, the ranks then
+    waited for each other until the timeout, and the error's table named the same call on both."""
+    for messages in pool.run(loss_of_one_rank, 2, timeout=30):
+        assert len(messages) == 4
+        for message in messages:
+            assert "in the same mode" in message and "return_loss=True" in message and "return_loss=False" in message
+
+
 @pytest.mark.turns
 def test_other_batches_are_named(pool: Pool) -> None:
     for message in pool.run_expecting(BatchError, different_batches, 2):
