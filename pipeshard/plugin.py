@@ -1,5 +1,6 @@
 """PipelinePlugin: pipeline parallelism for `pipeshard.initialize` and for ColossalAI's Booster."""
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -306,6 +307,9 @@ class PipelinePlugin:
         pipeline = self._pipeline_of(model, "execute_pipeline")
         if not isinstance(num_batches, Integral) or num_batches < 1:
             raise UsageError(f"num_batches must be {POSITIVE}, got {num_batches!r}")
+        weight = float(weight)  # a tensor could be modified in place
+        if not math.isfinite(weight):
+            raise UsageError(f"weight must be a finite number, got {weight}: it multiplies the loss and the gradients")
         train = torch.is_grad_enabled() and optimizer is not None
         if train:
             check_optimizer(optimizer, pipeline)

@@ -97,6 +97,24 @@ def test_accumulation_of_accelerate_divides(pool: Pool, is_one_step: bool) -> No
     pool.run(as_with_accelerate, 2, is_one_step)
 
 
+def weighted_by_a_tensor() -> list[float]:
+    """The losses of three equal steps with the same weight, and the weight afterwards."""
+    engine, weight = engine_of(pp_size=1, dp_size=2, loss_reduction="batch"), torch.tensor(0.25)
+    losses = [float(engine.execute_pipeline(iter([data(0)]), weight=weight)["loss"]) for _ in range(3)]
+    for unusable in (torch.tensor(torch.nan), float("inf")):
+        with pytest.raises(UsageError, match="weight must be a finite number"):
+            engine.execute_pipeline(iter([data(0)]), weight=unusable)
+    return [*losses, float(weight)]
+
+
+@pytest.mark.turns
+def test_a_weight_that_is_a_tensor_is_not_changed(pool: Pool) -> None:
+    """A loop passed its weight as a tensor. With loss_reduction="batch", each step divided this tensor in place by
+    dp_size, so the gradients became smaller in every step, silently."""
+    for first, second, third, weight in pool.run(weighted_by_a_tensor, 2):
+        assert first == second == third and weight == 0.25
+
+
 def frozen_between(options: dict[str, Any], syncs: bool) -> list[Tensor]:
     """The values after an update of two batches, each replica's own; layers are frozen after the first batch, which is
     synchronized or not."""
