@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeshard.distributed.collectives import CPU, control, gather, gather_lists, local_grad
+from pipeshard.distributed.collectives import CPU, control, gather, gather_lists, gather_objects, local_grad
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.copies import WeightCopies
@@ -84,6 +84,7 @@ class ModelGradients:
         self.overflow = False
         self._mixed: list[Tensor] = []  # tensors whose gradients include parts of a failed step
         self.parts: list[list[nn.Parameter]] = []
+        self._trains_all = False  # whether `trained` contains all parameters on every rank, if the ranks have compared
 
     @property
     def is_scaled(self) -> bool:
@@ -312,10 +313,13 @@ class ModelGradients:
     def _refuse_untrained(self) -> None:
         """Raise UsageError, on every rank, if a parameter of any rank has a gradient but is in no optimizer: it is
         ambiguous whether the norm should include this gradient."""
-        if self.trained >= self.all:  # the same on every rank
+        if self._trains_all:
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
-        if untrained := gather_lists(untrained, self.grid.world):
+        own = untrained, self.trained >= self.all  # differs between ranks if each adds only its own parameters
+        told = gather_objects(own, self.grid.world)
+        self._trains_all = all(trains_all for _, trains_all in told)
+        if untrained := [name for names, _ in told for name in names]:
             raise UsageError(
                 f"max_norm={self.max_norm} clips by the norm of the full model, but there are gradients of parameters "
                 f"that no boosted optimizer contains: {listed(untrained, 3)}. Freeze these parameters "

@@ -401,6 +401,40 @@ def test_max_norm_with_an_optimizer_of_some_parameters(pool: Pool) -> None:
         assert "no boosted optimizer contains: embed.weight" in told and "requires_grad_(False)" in told
 
 
+def unfrozen_by_rank(is_called_everywhere: bool) -> None:
+    """Steps with a norm, of which the later ones train a layer that only the first stage's rank has added."""
+    torch.manual_seed(0)
+    alone = Net()
+    alone.embed.requires_grad_(False)
+    booster, model, optimizer = boosted(
+        lambda m: SGD([p for p in m.parameters() if p.requires_grad], lr=0.1), copy.deepcopy(alone), max_norm=0.1
+    )
+    other = SGD([p for p in alone.parameters() if p.requires_grad], lr=0.1)
+    for step in range(4):
+        if step == 2:
+            own = [p.requires_grad_(True) for p in model.unwrap().embed.parameters() if not is_released(p)]
+            if own or is_called_everywhere:
+                optimizer.add_param_group({"params": own})
+            other.add_param_group({"params": list(alone.embed.requires_grad_(True).parameters())})
+        booster.execute_pipeline(iter([data()]), model, None, optimizer)
+        alone(**data())["loss"].backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        for each in (other, optimizer):
+            each.step()
+            each.zero_grad()
+    wanted = dict(alone.named_parameters())
+    held = [(name, p) for name, p in model.unwrap().named_parameters() if not is_released(p)]
+    assert largest_error((parameter - wanted[name]).abs().max() for name, parameter in held) < 1e-6
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("is_called_everywhere", [True, False])
+def test_a_layer_that_one_rank_has_added_is_in_the_norm(pool: Pool, is_called_everywhere: bool) -> None:
+    """A loop unfroze a layer and added the parameters that are not released: none on another stage. With max_norm, only
+    some ranks then gathered the names of parameters in no optimizer, so all ranks waited until the timeout."""
+    pool.run(unfrozen_by_rank, 2, is_called_everywhere, timeout=60)
+
+
 def closed(options: dict[str, Any]) -> tuple[float, float]:
     """A closure runs the pipeline inside of `step`: gradients were clipped, and given to the fp32 values, before."""
     torch.manual_seed(0)
