@@ -175,7 +175,10 @@ def test_a_norm_of_scaled_gradients_is_refused(pool: Pool) -> None:
 
 def by_hand(model: nn.Module, optimizer: Any) -> None:
     """Clip by the norm of the gradients that this process has."""
-    found = gradients(of_optimizer(optimizer))
+    clip(gradients(of_optimizer(optimizer)))
+
+
+def clip(found: list[Tensor]) -> None:
     norm = torch.stack([gradient.norm() for gradient in found]).norm()
     for gradient in found if norm > 0.1 else ():
         gradient.mul_(0.1 / norm)
@@ -455,6 +458,47 @@ def test_a_norm_of_ones_own_is_refused(pool: Pool) -> None:
     """Nothing told a loop that took the norm without torch's functions that each stage was scaled by another factor."""
     for in_hook in (False, True):
         assert pool.run(handmade, 2, in_hook, timeout=120) == [0, 0]
+
+
+def clips_late(kind: str) -> list[int]:
+    """The number of steps, of at most 8, before a loop with two optimizers is refused that scales the gradients of each
+    stage by a factor of its own from step 4 on. `kind`: whether each optimizer has parameters of both stages, or of one
+    stage, and whether it has a hook."""
+    sides = Sides({}, verify=False)
+    model = sides.model
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    first = [*model.embed.parameters(), *model.layers[:2].parameters()]
+    if kind == "of a stage":
+        parts = [first, [p for p in model.parameters() if all(p is not other for other in first)]]
+    else:
+        parts = [matrices, [p for p in model.parameters() if p.dim() < 2]]
+    optimizers = []
+    for part in parts:
+        sides.engine.boost(sides.engine.model, torch.optim.SGD(part, lr=0.1))
+        optimizers.append(sides.engine.optimizer)
+    if kind == "with hooks":
+        hook(optimizers[0], model, lambda *_: None)
+    for step in range(8):
+        try:
+            sides.split_loss(sides.batches(step))
+            if step >= 4:
+                clip(gradients(model.parameters()))
+            for optimizer in optimizers:
+                optimizer.step()
+        except UsageError as error:
+            assert "norm of one stage's gradients" in str(error)
+            return [step]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return []
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["of both stages", "of a stage", "with hooks"])
+def test_a_norm_of_ones_own_is_refused_with_two_optimizers(pool: Pool, kind: str) -> None:
+    """The first optimizer's update forgot the factor of the gradients, and the ranks compared only that of the second:
+    a loop that began to clip after a warm-up clipped each stage by its own norm, silently."""
+    assert pool.run(clips_late, 2, kind, timeout=120) == [[7], [7]]
 
 
 class In16Bits(Net):

@@ -131,6 +131,7 @@ class ModelGradients:
         gradients include those of a failed step."""
         self._refuse_mixed()
         self._settle()
+        self.updates.renew()
         self.updates.judge()
         self.norm, self._stepped = None, None
         self._used = scaling or self.scaling

@@ -155,8 +155,10 @@ class Updates:
         self._added: Snapshot | None = None  # the gradients after the last step
         self._given: Snapshot | None = None  # the gradients before the hooks of the inner optimizer's step
         self._samples = False  # whether a training loop or a hook has changed gradients so far
-        self._factor: float | None = 1.0  # the factor of the gradients since the last update
-        self._told: float | None = 1.0  # the factor of the last update
+        self._factor: float | None = 1.0  # the factor by which the loop has multiplied the current gradients
+        self._told: float | None = None  # the factor of the last update, if it used the current gradients
+        self._is_used = False  # whether an update has used the current gradients
+        self._has_hooks = False  # whether the optimizer of such an update has hooks, which may multiply its gradients
         self._before: float | None = None  # the latest factor other than 1 in earlier updates
         self._tolerance = NEAR  # of factors, for the coarsest gradients that a loop or a hook has changed so far
         self._stepped: Any = ()  # the options of the last update
@@ -179,10 +181,20 @@ class Updates:
             self._graded = [parameter for parameter in parameters if parameter.grad is not None]
             self._added = Snapshot(parameters, self._samples or self.count < FIRST)
 
+    def renew(self) -> None:
+        """Forget the factors of gradients that an update has used. Call it before new gradients are computed. Until
+        then, the factors apply to the updates of all optimizers."""
+        if not self._is_used:
+            return
+        if _is_scaled(self._told, self._tolerance):
+            self._before = self._told
+        self._factor, self._told = 1.0, None
+        self._is_used = self._has_hooks = False
+
     def judge(self) -> None:
         """Record how the training loop has changed the gradients since `added`. Call it before the gradients are used
         or changed."""
-        self._note(self._added)
+        self._factor = _product(self._factor, self._note(self._added))
         self._added = None
 
     def skipped(self) -> None:
@@ -192,6 +204,7 @@ class Updates:
     def hooks_begin(self, parameters: Iterable[Tensor], has_hooks: bool) -> None:
         """Record the gradients before the inner optimizer's step calls its hooks."""
         is_needed = has_hooks and self.grid.size > 1
+        self._has_hooks |= is_needed
         self._given = Snapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
 
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
@@ -204,30 +217,33 @@ class Updates:
         self.evaluated = self._has_added = False
         if self.grid.size == 1:
             return
-        self._note(self._given)
-        self._given = None
-        if _is_scaled(self._told, self._tolerance):
-            self._before = self._told
-        self._told = self._factor if has_gradients else None  # a frozen stage has no gradients
-        self._factor = 1.0
+        factor = _product(self._factor, self._note(self._given))
+        self._given, self._is_used = None, True
+        if has_gradients:
+            self._told = factor
+        elif self._has_hooks:  # factors of hooks apply to one optimizer, whose gradients another stage may have
+            self._told = None
         self._stepped = self._options()
         self._dropped = self._drops
         is_first = self.is_compared
         self.count += 1
         if is_first:
-            self.compare(_norm(parameters) if _is_scaled(self._told, self._tolerance) else None)
+            is_scaled = has_gradients and _is_scaled(self._told, self._tolerance)
+            self.compare(_norm(parameters) if is_scaled else None)
 
-    def _note(self, since: Snapshot | None) -> None:
+    def _note(self, since: Snapshot | None) -> float | None:
+        """The factor by which the gradients have been multiplied since a snapshot, or None if they were changed in
+        another way."""
         drawn, self.drawn = self.drawn, ""
         if since is None or not since.is_changed:
-            return
+            return 1.0
         self._samples = True
         factor = since.factor()
         if since.rounding > NEAR:
             self._tolerance = COARSE
         if factor is None:
             self._noise = self._noise or drawn
-        self._factor = None if factor is None or self._factor is None else self._factor * factor
+        return factor
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -428,6 +444,10 @@ def _is_of_a_norm(told: Sequence[Told]) -> bool:
     measured = [each for each in told if each.norm is not None]
     is_one_norm = alike([each.norm for each in measured])
     return is_one_norm and not alike([each.factor for each in measured], tolerance)
+
+
+def _product(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one * other
 
 
 def _is_scaled(factor: float | None, tolerance: float) -> bool:
