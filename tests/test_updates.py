@@ -150,6 +150,36 @@ def test_a_norm_of_a_group_with_one_parameter_on_each_rank_is_refused(pool: Pool
     assert pool.run(norms_of_one, 2, layout, timeout=120) == [[], []]
 
 
+def norms_of_layers(is_lone: bool) -> list[str]:
+    """What differs after each layer was clipped by its own norm. With `is_lone`, the last rank trains one layer only,
+    and the result is its error."""
+    sides = Sides({}, sgd)
+    for model in sides.both:
+        for module in (model.layers[2], model.head) if is_lone else ():
+            module.requires_grad_(False)
+    sides.train(sides.batches(0))
+    for layer in sides.unsplit.layers:
+        clip_grad_norm_(layer.parameters(), 0.01)
+    try:
+        for layer in sides.model.layers:
+            clip_grad_norm_(layer.parameters(), 0.01)
+    except UsageError as error:
+        return [str(error)]
+    if is_lone:
+        return []
+    sides.step()
+    return sides.done()
+
+
+@pytest.mark.turns
+def test_a_norm_of_the_only_layer_of_a_stage_is_refused_with_a_remedy(pool: Pool) -> None:
+    """The docs allowed to clip a module that one stage holds. If it was the only layer of a stage, the error advised
+    max_norm, another algorithm, and did not say that fewer stages would work."""
+    assert pool.run(norms_of_layers, 2, False, timeout=120) == [[], []]
+    _, refused = pool.run(norms_of_layers, 2, True, timeout=120)
+    assert "To clip layers.3 by its own norm, use fewer stages: this stage trains only layers.3" in refused[0]
+
+
 def loss_scale() -> None:
     sides = Sides({}, sgd, precision="fp16")
     sides.split_loss(sides.batches(0))

@@ -6,6 +6,7 @@ single tensor, or some of a stage's parameters, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence
+from posixpath import commonpath
 from types import GeneratorType
 from typing import Any
 
@@ -104,11 +105,22 @@ class NormGuard(Guard):
             is_lacking = elsewhere and elsewhere.isdisjoint(names.values())
             if here and is_lacking and all(id(parameter) in chosen for parameter in here):
                 name = names.get(held[0], "a parameter")
-                apart = "" if len(held) > 1 else f". For the norm of {name} alone, pass the tensor instead of a list"
-                raise UsageError(_problem(function, gradients, name, min(elsewhere)) + apart)
+                raise UsageError(_problem(function, gradients, name, min(elsewhere)) + _apart([*names.values()], name))
 
 
 GUARD = NormGuard()
+
+
+def _apart(names: Sequence[str], name: str) -> str:
+    """How to compute the norm of only these parameters, if they are one parameter or may be one module."""
+    if len(names) == 1:
+        return f". For the norm of {name} alone, pass the tensor instead of a list"
+    if not (module := commonpath(each.replace(".", "/") for each in names).replace("/", ".")):
+        return ""
+    return (
+        f". To clip {module} by its own norm, use fewer stages: this stage trains only {module}, so this norm cannot "
+        "be distinguished from the norm of the stage"
+    )
 
 
 def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:
