@@ -3,8 +3,8 @@
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
 split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
 from transformers. Two styles are added for models without a plan in transformers: GPT-2's Conv1D, and modules that
-store a number of heads in an attribute. Expert parallelism uses another plan: each rank holds some experts of each
-layer.
+store a number of heads in an attribute. One style replaces that of transformers: the first projection of latent
+attention. Expert parallelism uses another plan: each rank holds some experts of each layer.
 """
 
 import copy
@@ -31,6 +31,7 @@ CONV1D: dict[str, dict[str, Any]] = {
     "conv1d_qkv": {"by": "outputs", "blocks": 3},
     "conv1d_rowwise": {"by": "inputs"},
 }
+LATENT = "mla_kv_a_proj"  # the style of the projection to latent keys and values and to a rotary key
 EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"  # the styles of experts' parameters, and of their module
 KEYS = re.compile(r"(.*)\.([kv])_proj(\.|$)")  # the key and value projections of an attention module
 EXAMPLES = {
@@ -304,6 +305,38 @@ class Conv1DSlice:
         module.forward = lambda x: compute(x).view(*x.shape[:-1], -1)
 
 
+class LatentProjection:
+    """The style of the first projection in multi-head latent attention, which each rank computes in full.
+
+    Its first features, the latent, are the input of a colwise layer, which sums their gradients over the ranks. Its
+    last features, the rotary key, go directly to each rank's own heads: their gradients are summed here. transformers'
+    own style reads the number of these features from a config that only transformers' loading assigns to the module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base: Any = without_adapters(model)[1]
+        config = base.config.get_text_config() if hasattr(base, "config") else None
+        rotary = getattr(config, "qk_rope_head_dim", None)
+        if not isinstance(rotary, int):
+            raise ConfigurationError(
+                f"tp_plan contains the style {LATENT!r}, which needs the number of rotary features, but the config of "
+                f"{type(base).__name__} has no qk_rope_head_dim: omit this module from the tp_plan"
+            )
+        self.rotary: int = rotary
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> None:
+        from transformers.distributed.parallel_utils import _AllReduceBackward
+
+        plain = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            features = plain(*args, **kwargs)
+            latent, key = features.split([features.shape[-1] - self.rotary, self.rotary], dim=-1)
+            return torch.cat([latent, _AllReduceBackward.apply(key, mesh.get_group())], dim=-1)
+
+        module.forward = forward
+
+
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -337,7 +370,7 @@ def slice_parameters(
             if name in sliced:
                 _slice(layer, modules[name.rpartition(".")[0]], name, mesh)
             elif name in modules:
-                _install(layer, modules[name], mesh)
+                _install(LatentProjection(model) if style == LATENT else layer, modules[name], mesh)
     return {first[name] for name in sliced if plan[name] == PARTIAL}
 
 

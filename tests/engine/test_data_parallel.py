@@ -27,7 +27,7 @@ from pipeshard.engine import grad_sync, reader, zero
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError
 from pipeshard.split.policy import find_policy
-from pipeshard.split.tensor_parallel import plan_of, style_of
+from pipeshard.split.tensor_parallel import LatentProjection, plan_of, style_of
 from tests import zoo
 from tests.covering import covering
 from tests.graph.test_randomness import with_dropout
@@ -336,6 +336,28 @@ def test_plans_of_policies(pool: Pool, name: str) -> None:
     """Architectures of which transformers has no plan were refused; their policies slice them, exactly."""
     pool.run(sliced, 2, name, 1, timeout=120)
     pool.run(sliced, 4, name, 2, timeout=120)
+
+
+def in_fp64(model: Any) -> Any:
+    """Experts, if there are any, in a kernel for fp64."""
+    if "experts" in str(model):
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ["causal-lm/minicpm3", "causal-lm/deepseek_v2"])
+def test_latent_attention_is_sliced(pool: Pool, name: str) -> None:
+    """A user trained DeepSeek-V2 with tp_size=2: the first forward raised AttributeError about a Linear without config,
+    since transformers' style of the latent projection reads a config that only its own loading assigns."""
+    if not find(name):
+        pytest.skip(f"transformers has no {name}")
+    pool.run(sliced, 2, name, 1, in_fp64, timeout=120)
+
+
+def test_a_latent_projection_needs_its_number_of_rotary_features() -> None:
+    with pytest.raises(ConfigurationError, match="the config of LlamaForCausalLM has no qk_rope_head_dim: omit this"):
+        LatentProjection(zoo.build("llama"))
 
 
 @pytest.mark.turns
