@@ -8,24 +8,58 @@ from typing import Any
 from pipeshard.checkpoint.random_state import check_random_state, random_state
 from pipeshard.checkpoint.state_folder import SCHEDULER, by_name
 from pipeshard.checkpoint.untrusted import load_plain, plain
+from pipeshard.data.order import is_equal
+from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, explained, summary
 
 OTHERS = "others"  # in a training.pt, the progress of all models but the first
+POSITIONS = "positions"  # in a training.pt, the dataloader's state of each replica, if these differ
 
 
-def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, dataloader: Any = None) -> dict[str, Any]:
-    """The content of training.pt: a training state without the weights and the optimizers. Raises CheckpointError for a
-    state that `read_rest` could not read."""
-
-    def state_of(part: Any) -> Any:
-        return None if part is None else plain(part.state_dict(), f"the state of this {type(part).__name__}")
-
+def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, position: Any = None) -> dict[str, Any]:
+    """The content of training.pt: a training state without the weights and the optimizers. `position` is the state of
+    the dataloader. Raises CheckpointError for a state that `read_rest` could not read."""
     first, *others = (_progress(model.pipeline) for model in models)
-    schedulers = {name: state_of(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
-    parts = {"random": random_state(), "dataloader": state_of(dataloader), SCHEDULER: None, **schedulers}
+    schedulers = {name: plain_state(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
+    parts = {"random": random_state(), "dataloader": position, SCHEDULER: None, **schedulers}
     return first | parts | {OTHERS: others}
+
+
+def plain_state(part: Any) -> Any:
+    """The state of an LR scheduler or a dataloader, or None without one. Raises CheckpointError as `rest_of` does."""
+    return None if part is None else plain(part.state_dict(), f"the state of this {type(part).__name__}")
+
+
+def own_position(dataloader: Any, grid: Grid) -> Any:
+    """The state of this rank's dataloader, or None if a training state does not contain it: the stages of a replica
+    have the same position, and so do all replicas with a dataloader that divides the data among them."""
+    is_common = getattr(dataloader, "shared_by", 1) == grid.dp_size
+    is_saved = grid.first if is_common else grid.stage == grid.slice == 0
+    return plain_state(dataloader) if is_saved else None
+
+
+def positions_of(position: Any, grid: Grid) -> dict[str, Any]:
+    """The entry of training.pt for the positions of all replicas, if these differ. Call it on all ranks, with the
+    result of `own_position`."""
+    positions = gather_objects(position, grid.replicas)
+    read = [position for position in positions if position is not None]
+    return {} if all(is_equal(read[0], other) for other in read) else {POSITIONS: positions}
+
+
+def saved_position(rest: dict[str, Any], grid: Grid) -> Any:
+    """The position of this rank's replica in the content of a training.pt. Raises CheckpointError if each replica had
+    its own position, and the number of replicas has changed."""
+    positions = rest.get(POSITIONS) or [rest["dataloader"]] * grid.dp_size
+    if len(positions) != grid.dp_size:
+        raise CheckpointError(
+            f"the dataloaders of {len(positions)} replicas were saved at different positions, but this run has dp_size="
+            f"{grid.dp_size}: resume with dp_size={len(positions)}, or pass dataloader=None to load_training_state to "
+            "start at the beginning. plugin.prepare_dataloader has one position for any number of replicas"
+        )
+    return positions[grid.replica]
 
 
 def restore_rest(models: Sequence[PipelineModel], rest: dict[str, Any], lr_scheduler: Any) -> None:
@@ -67,6 +101,8 @@ def read_rest(file: Path) -> dict[str, Any]:
         for key in ("dataloader", *(key for key in rest if key.startswith(SCHEDULER))):
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")
+        if not all(isinstance(position, dict) for position in rest.get(POSITIONS, [])):
+            raise TypeError(f"{POSITIONS} must be a list of dicts")
         ranks = rest.get("ranks", [])
         if len(ranks) != (math.prod(rest["layout"]) if ranks else 0):
             raise ValueError(f"it has the random states of {len(ranks)} ranks, in a layout of {rest['layout']}")

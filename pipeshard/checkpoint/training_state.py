@@ -27,7 +27,15 @@ from pipeshard.checkpoint.optimizer import (
     save_optimizer,
 )
 from pipeshard.checkpoint.random_state import own_random_state, random_states, set_random_state
-from pipeshard.checkpoint.rest import read_rest, rest_of, restore_rest
+from pipeshard.checkpoint.rest import (
+    own_position,
+    plain_state,
+    positions_of,
+    read_rest,
+    rest_of,
+    restore_rest,
+    saved_position,
+)
 from pipeshard.checkpoint.state_folder import (
     MANIFEST,
     MARKS,
@@ -99,9 +107,10 @@ def save_training_state(
             lock(parent, first)
             _refuse_other_model(parent, step, first)
             _remove_leftovers(parent)
-        rest = rest_of([*models.values()], lr_scheduler, dataloader) if pipeline.grid.first else None
-    random_of_ranks = random_states(pipeline.grid)
-    rest = None if rest is None else rest | random_of_ranks
+        position = own_position(dataloader, pipeline.grid)
+        rest = rest_of([*models.values()], lr_scheduler, position) if pipeline.grid.first else None
+    of_ranks = random_states(pipeline.grid) | positions_of(position, pipeline.grid)
+    rest = None if rest is None else rest | of_ranks
     target = _folder(parent, step)
     if use_async:
         finish = partial(_keep, parent, keep)
@@ -186,7 +195,7 @@ def check_contents(
         check_savable(each)
     with together(grid.world):
         if grid.first:
-            rest_of(models, lr_scheduler, dataloader)
+            rest_of(models, lr_scheduler, plain_state(dataloader))
 
 
 def _planned_state(
@@ -301,7 +310,7 @@ def load_training_state(
                 f"{folder} was saved without {', '.join(missing)}: pass only objects whose state it contains"
             )
         if dataloader is not None:
-            dataloader.load_state_dict(rest["dataloader"])
+            dataloader.load_state_dict(saved_position(rest, pipeline.grid))
     for name, each in models.items():
         io_of(each).load_model(each, str(folder / name))
     for name, boosted in optimizers.items():

@@ -239,6 +239,43 @@ def test_each_rank_goes_on_with_its_own_random_numbers(pool: Pool, tmp_path: Pat
     assert pool.run(drawing, 1, tmp_path) == [first]
 
 
+class File:
+    """A dataloader of one's own, which reads the file of its replica."""
+
+    def __init__(self, file: str, at: int) -> None:
+        self.file, self.at = file, at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": self.file, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.file, self.at = state["file"], state["at"]
+
+
+def own_files(folder: Path, files: list[str], use_async: bool | None) -> dict[str, Any]:
+    """This rank's position in its replica's file, after a save, or (with None) a load."""
+    split = Split(zoo.build("gpt2"), 1, zoo.batch("gpt2"), num_microbatches=2)
+    rank = dist.get_rank()
+    loader = File(files[rank], 3 * rank if use_async is not None else 0)
+    if use_async is not None:
+        save_training_state(folder, 1, split.model, split.optimizer, None, loader, use_async=use_async)
+    else:
+        load_training_state(folder, split.model, split.optimizer, None, loader)
+    return loader.state_dict()
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("use_async", [False, True])
+def test_each_replica_goes_on_in_its_own_file(pool: Pool, tmp_path: Path, use_async: bool) -> None:
+    """Only rank 0's position was saved: after a resume, all replicas silently read rank 0's file from rank 0's place.
+    In another number of replicas, one position of several is now refused."""
+    saved = pool.run(own_files, 2, tmp_path, ["a", "b"], use_async)
+    assert saved == [{"file": "a", "at": 0}, {"file": "b", "at": 3}]
+    assert pool.run(own_files, 2, tmp_path, ["a", "b"], None) == saved
+    with pytest.raises(WorkerError, match=r"dataloaders of 2 replicas .* this run has dp_size=1: resume with dp_size=2"):
+        pool.run(own_files, 1, tmp_path, ["a"], None)
+
+
 def at_an_epoch_s_end(folder: Path) -> None:
     training = Training("llama", 0)
     training.run(4)
