@@ -12,7 +12,6 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from numbers import Integral
 from typing import Any
 
@@ -62,7 +61,11 @@ class Batches(Iterator[Any]):
                 "from its old position: call iter(dataloader) after load_training_state, load_state_dict, set_epoch or "
                 "set_start_index"
             )
-        batch = next(self.batches, OVER)
+        try:
+            batch = next(self.batches, OVER)
+        except Exception:
+            self._count()  # the next call reads the next batch, as on ranks on which this batch did not fail
+            raise
         if batch is OVER:
             if self.is_counted and self.place.begun:
                 if not self.place.batches:
@@ -75,13 +78,16 @@ class Batches(Iterator[Any]):
                 self.place.set(self.place.epoch + 1)
             self.share.has_warned = True  # the next epoch's workers copy the share, and would warn again
             raise StopIteration
+        self._count()
+        return batch
+
+    def _count(self) -> None:
         if self.is_counted:
             self.place.batches += 1
             if self.sampler is not None and self.place.batches == self.length:
                 self.sampler.finish()
         else:
             self.place.behind = self.place.iterators
-        return batch
 
 
 WORKERS = 1_000_003  # distance between the worker seeds of two replicas, whose workers then augment differently
@@ -226,7 +232,7 @@ class ResumableDataLoader(DataLoader[Any]):
         if self._sampler is not None:
             self._sampler.skip, skip = self.batches * self._share.step, 0
         with self._seeded():
-            batches = _after(super().__iter__(), skip, self._order.root)
+            batches = After(super().__iter__(), skip, self._order.root)
         new = Batches(batches, self.place, self._sampler, self._share, self._length)
         self._newest = weakref.ref(new)
         return new
@@ -337,19 +343,36 @@ class ResumableDataLoader(DataLoader[Any]):
         return sizes
 
 
-def _after(batches: Iterator[Any], count: int, stream: Any) -> Iterator[Any]:
-    """Skip the first `count` batches, which were read before the position was saved, and yield all other batches.
-    Raises CheckpointError if the stream has fewer than `count` batches."""
-    read = sum(1 for _ in islice(batches, count))
-    if read < count:
-        raise CheckpointError(
-            f"{type(stream).__name__} ended after {counted(read, 'batch')} of an epoch, but {count} had been "
-            "read when the data position was saved. The loader restores the state that the stream had at the start of "
-            "the epoch (its state_dict or, without one, its changed attributes with plain values), and reads the "
-            "stream up to the position: the state must not itself be a position in the stream. Correct state_dict, or "
-            "pass dataloader=None to load_training_state to start at the beginning"
-        )
-    yield from batches
+class After(Iterator[Any]):
+    """The batches after the first `count`, which were read before the position was saved. No generator, which would end
+    at the first batch that raises an error."""
+
+    def __init__(self, batches: Iterator[Any], count: int, stream: Any) -> None:
+        self.batches, self.count, self.stream = batches, count, stream
+
+    def __next__(self) -> Any:
+        if self.count:
+            self._skip()
+        return next(self.batches)
+
+    def _skip(self) -> None:
+        """Skip the first batches, also those that raise an error, as they did before the position was saved. Raises
+        CheckpointError if the stream has fewer batches."""
+        count, self.count, failure = self.count, 0, None
+        for read in range(count):
+            try:
+                next(self.batches)
+            except StopIteration:
+                raise CheckpointError(
+                    f"{type(self.stream).__name__} ended after {counted(read, 'batch')} of an epoch, but {count} had "
+                    "been read when the data position was saved. The loader restores the state that the stream had at "
+                    "the start of the epoch (its state_dict or, without one, its changed attributes with plain "
+                    "values), and reads the stream up to the position: the state must not itself be a position in the "
+                    "stream. Correct state_dict, or pass dataloader=None to load_training_state to start at the "
+                    "beginning"
+                ) from failure
+            except Exception as error:
+                failure = error
 
 
 def _refuse_shares(order: Order) -> None:

@@ -126,6 +126,56 @@ def test_a_loader_goes_on_where_another_was_left(options: dict[str, Any]) -> Non
         assert found[: len(flat) - taken] == flat[taken:], taken
 
 
+class Flaky(Numbers):
+    """Raises at one sample, as a file that cannot be read."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def __getitem__(self, k: int) -> int:
+        if k == self.bad:
+            raise OSError(f"sample {k} cannot be read")
+        return k
+
+
+def collated(samples: list[int]) -> torch.Tensor:
+    if 9 in samples:
+        raise OSError("sample 9 cannot be read")
+    return torch.tensor(samples)
+
+
+FLAKY: dict[str, tuple[int, dict[str, Any]]] = {
+    "dataset": (2, {"dataset": Flaky(9)}),
+    "workers": (2, {"dataset": Flaky(9), "num_workers": 2}),
+    "last batch": (5, {"dataset": Flaky(20)}),
+    "collator": (2, {"collate_fn": collated}),
+    "stream": (2, {"dataset": Sharded(), "collate_fn": collated}),
+}
+
+
+@pytest.mark.parametrize(("bad", "options"), FLAKY.values(), ids=FLAKY.keys())
+def test_a_batch_that_raises_is_followed_by_the_next(bad: int, options: dict[str, Any]) -> None:
+    """A sample that raised ended the epoch on its rank: the other ranks read on, and each further step was a
+    BatchError. A state that was saved then began with the next epoch, and the rest of this one was never read."""
+    loader, count = make(**options), 7 if isinstance(options.get("dataset"), Stream) else 6
+    batches, read, states = iter(loader), [], []
+    for number in range(count):
+        if number == bad:
+            with pytest.raises(OSError, match=r"sample \d+ cannot be read"):
+                next(batches)
+        else:
+            read.append(next(batches))
+        states.append((loader.epoch, loader.batches))
+    assert states == [(0, number + 1) for number in range(count)]
+    assert flat(read) == [k for k in range(26 if count == 7 else 22) if k // 4 != bad]
+    state = {**loader.state_dict(), "epoch": 0, "batches": 4}
+    assert next(batches, None) is None and loader.epoch == 1
+    resumed = make(**options)
+    resumed.load_state_dict(state)
+    assert next(iter(resumed)).tolist() == [16, 17, 18, 19]
+
+
 def test_what_comes_before_is_not_loaded() -> None:
     left = make(shuffle=True)
     iterator = iter(left)

@@ -272,7 +272,9 @@ def test_each_replica_goes_on_in_its_own_file(pool: Pool, tmp_path: Path, use_as
     saved = pool.run(own_files, 2, tmp_path, ["a", "b"], use_async)
     assert saved == [{"file": "a", "at": 0}, {"file": "b", "at": 3}]
     assert pool.run(own_files, 2, tmp_path, ["a", "b"], None) == saved
-    with pytest.raises(WorkerError, match=r"dataloaders of 2 replicas .* this run has dp_size=1: resume with dp_size=2"):
+    with pytest.raises(
+        WorkerError, match=r"dataloaders of 2 replicas .* this run has dp_size=1: resume with dp_size=2"
+    ):
         pool.run(own_files, 1, tmp_path, ["a"], None)
 
 
