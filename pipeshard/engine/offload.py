@@ -144,11 +144,12 @@ class Offload:
         self._residences, self._shares_casts = residences(actions), shares_casts
         self._held = {local(tensor.detach()).untyped_storage()._cdata for tensor in held}
         self._seen: dict[int, Seen] = {}
+        self._casts: dict[int, StorageWeakRef] = {}  # by the id of the weight
         self._blocks: dict[Holding, list[weakref.ref[Block]]] = {}
 
     def end(self) -> None:
         """Discard all state of the step."""
-        self._seen, self._blocks = {}, {}
+        self._seen, self._casts, self._blocks = {}, {}, {}
 
     @contextmanager
     def saving(self, i: int, stage: int) -> Iterator[Save | None]:
@@ -195,8 +196,16 @@ class Offload:
                 block.load()
 
     def _save(self, holding: Holding, tensor: Tensor) -> Saved:
-        is_shared = self._shares_casts and is_cast_of_weight(tensor)  # a copy on the host would not free its memory
+        is_shared = self._shares_casts and self._is_shared_cast(tensor)  # a copy on the host would not free its memory
         return Saved(tensor, None if is_shared else self._block(holding, local(tensor)))
+
+    def _is_shared_cast(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the first cast of a weight in this step. Later casts are the same tensor, from autocast's
+        cache, or the forward's own, which the cache does not keep."""
+        if (weight := cast_weight(tensor)) is None:
+            return False
+        storage = StorageWeakRef(local(tensor).untyped_storage())
+        return self._casts.setdefault(id(weight), storage) == storage
 
     def _block(self, holding: Holding, tensor: Tensor) -> Block | None:
         """Return the host copy of the tensor's storage, or None if the storage stays on the device."""
@@ -217,12 +226,13 @@ class Offload:
         return block
 
 
-def is_cast_of_weight(tensor: Tensor) -> bool:
-    """Whether a tensor, or the tensor of which it is a view, is an nn.Parameter that was cast to another dtype."""
+def cast_weight(tensor: Tensor) -> nn.Parameter | None:
+    """The nn.Parameter of which a tensor, or the tensor of which it is a view, is a cast to another dtype, or None."""
     node = (tensor if tensor._base is None else tensor._base).grad_fn
     if node is None or node.name() != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
+        return None
+    variable = getattr(node.next_functions[0][0], "variable", None)
+    return variable if isinstance(variable, nn.Parameter) else None
 
 
 def _replace(pending: list[Gradients], kind: type, by: Callable[[Any], Any]) -> None:

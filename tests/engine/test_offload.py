@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import local
@@ -312,6 +313,22 @@ def test_casts_that_microbatches_share_stay(shares: bool) -> None:
     assert device.stores == (0 if shares else 1)
     y.sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_casts_that_a_forward_makes_itself_are_offloaded() -> None:
+    """A tied head that cast its weight itself kept one 16-bit copy of it for each microbatch on the GPU: autocast's
+    cache has none of them."""
+    device, (actions,), layer = Device(), make_program("gpipe", 1, 4).ranks, nn.Linear(64, 64)
+    precision = Precision("bf16", autocast=True, device=torch.device("cpu"))
+    offload = Offload(device, torch.device("cpu"))
+    offload.begin(actions, layer.parameters(), shares_casts=True)
+    x = torch.ones(2, 64, requires_grad=True)  # small
+    with precision.sharing_casts([]):
+        for i in range(4):  # B0 is next after the last forward, so the activations of microbatch 0 stay
+            with offload.saving(i, 0), precision.running():
+                y = F.linear(x, layer.weight.to(torch.bfloat16))
+    assert device.stores == 2
+    y.sum().backward()
 
 
 def test_bad_input() -> None:
