@@ -1065,6 +1065,15 @@ def test_a_position_with_many_values_can_be_loaded(tmp_path: Path, monkeypatch: 
     assert other.indices == left.indices and type(other.indices) is type(left.indices)
 
 
+def test_a_position_is_as_large_as_in_its_file() -> None:
+    """A training state declared its few bytes of JSON as a tensor of a terabyte, which a resume allocated."""
+    sampler = Ordered()
+    text = torch.tensor([ord("7")], dtype=torch.uint8).expand(2**40)
+    state = {"0 Ordered": {"attributes": {"indices": {"pipeshard.kind": "json", "arguments": [text]}}}}
+    Order(sampler).load_state(state)
+    assert sampler.indices == 7
+
+
 class Tokens(Stream):
     """A stream of windows of a memory-mapped file, with more of them in a list."""
 

@@ -236,7 +236,7 @@ KIND = "pipeshard.kind"  # the key for the original type, if a checkpoint must n
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, deque, int, float)}
 KINDS: dict[str, Callable[..., Any]] = {
     "array": lambda tensor: tensor.numpy(),
-    "json": lambda text: restored(json.loads(text.numpy().tobytes())),
+    "json": lambda text: _unpacked(text),
     "tuple": tuple,
     "dict": lambda keys, values: dict(zip(keys, values, strict=True)),
     "set": set,
@@ -317,6 +317,13 @@ def _packed(value: Any) -> Any:
     if isinstance(value, tuple):
         return _marked("tuple", _packed(list(value)))
     return [_packed(entry) for entry in value]
+
+
+def _unpacked(text: Tensor) -> Any:
+    """The value of a JSON that `_packed` made. Reads the tensor's storage, which is as large as in the file: a file may
+    declare any shape of a few bytes."""
+    stored = torch.empty(0, dtype=torch.uint8).set_(text.untyped_storage())
+    return restored(json.loads(stored.numpy().tobytes()))
 
 
 def _count(value: Any) -> int:
