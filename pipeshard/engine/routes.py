@@ -1,13 +1,27 @@
 """Routes: a cache of the routes of traced microbatches through the stages of a rank."""
 
+import functools
+import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
 
 from pipeshard.engine.sliced import SlicedRoutes
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow, Wanted
+from pipeshard.graph.places import format_path
 from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
+
+logger = logging.getLogger(__name__)
+
+PREVENTED = (
+    "%s is not recomputed, because its forward leaves a value at %s, which a second run would leave again. This unit, "
+    "and others that leave values, keep their activations: to recompute them, remove the code or the hook that leaves "
+    "the value"
+)
 
 
 class Routes:
@@ -37,6 +51,7 @@ class Routes:
             refuse_hooks(flow, stages, len(self.policy.placement))
             crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
             again = {s: self.recompute.calls(flow, stages, s, self.policy.units) for s in self.policy.chunks}
+            self._warn_of_prevented(flow, stages)
             self._routes[key] = [Route.of(flow, stages, s, crossing, outputs, again[s]) for s in self.policy.chunks]
         return self._routes[key]
 
@@ -53,6 +68,21 @@ class Routes:
             self._sliced[key] = SlicedRoutes(of_chunks, Route.of(flow, stages, head, crossing, outputs))
         return self._sliced[key]
 
+    def _warn_of_prevented(self, flow: Dataflow, stages: Sequence[int]) -> None:
+        """Warn, on the first rank, if units of any rank are not recomputed because they leave values at places."""
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+        units, prevented = self.policy.units, set[int]()
+        leaving_nothing = replace(flow, calls=tuple(replace(call, parts=()) for call in flow.calls))
+        for stage in range(len(self.policy.placement)):
+            chosen, wanted = (self.recompute.calls(f, stages, stage, units) for f in (flow, leaving_nothing))
+            prevented |= wanted - chosen if len(wanted) > len(chosen) else set()
+        if prevented:
+            call = flow.calls[min(prevented)]
+            place = next(part.source.place for part in call.parts if part.source.place)
+            what = f"{call.unit} ({type(units[call.unit]).__name__})"
+            _warn_once(PREVENTED % (what, format_path(place[1:]) or "its arguments"))
+
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
         """Raise TraceError if glue reads a parameter that the stage has released. With another batch, glue may take a
         different path than at boost, and read other parameters."""
@@ -64,3 +94,9 @@ class Routes:
                     f"with this batch, the model reads {released[0]} outside its unit on stage {stage}, which does not "
                     "hold this parameter: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
                 )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Log a warning if this process has not logged it before: the proof at boost has routes of its own."""
+    logger.warning(text)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeshard.batch.batch import Batch
+from pipeshard.engine import routes
 from pipeshard.engine.stage import Stage
 from pipeshard.errors import UsageError
 from pipeshard.graph.trace import trace
@@ -167,6 +168,38 @@ def test_a_unit_that_cannot_run_twice_does_not(pool: Pool, text: str, what: str)
     """It fills a mapping for other layers, or moves running statistics."""
     for wrong, left_out in pool.run(of_entry, 2, text):
         assert not wrong and left_out and all(what in unit for unit in left_out)
+
+
+def keeping(maps: dict[int, Tensor], number: int, forward: Any) -> Any:
+    def kept(x: Tensor) -> Any:
+        result = forward(x)
+        maps[number] = result.detach()
+        return result
+
+    return kept
+
+
+def warned_of() -> list[str]:
+    """The warnings if code that was set on layers keeps what they return."""
+    model: Any = zoo.build("llama")
+    maps, said = dict[int, Tensor](), list[str]()
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.forward = keeping(maps, number, layer.mlp.forward)
+    with mock.patch.object(routes.logger, "warning", said.append):
+        split = Split(model, 2, zoo.batch("llama"), num_microbatches=M, recompute=True)
+        split.backward(zoo.batch("llama"))
+    return said
+
+
+@pytest.mark.turns
+def test_layers_that_are_not_recomputed_since_they_keep_values_are_named(pool: Pool) -> None:
+    """Layers whose forward kept a value in a dict were silently not recomputed, and the job ran out of memory."""
+    said, others = pool.run(warned_of, 2)
+    assert [text.split(", which")[0] for text in said] == [
+        "model.layers.0 (LlamaDecoderLayer) is not recomputed, because its forward leaves a value at "
+        "mlp.forward cell maps[0]"
+    ]
+    assert others == []
 
 
 class Drawing(nn.Module):
