@@ -232,7 +232,7 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
     elif is_users_function(value):
         yield from ((PathStep("code", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
     elif isinstance(value, type) and _has_code(value):
-        yield from _code_of(value)
+        yield from code_of(value)
         yield PathStep("code", "__base__"), value.__base__
     elif isinstance(value, nn.Module):
         held = value.__dict__
@@ -250,7 +250,7 @@ def _has_code(kind: Any) -> bool:
     return is_users(kind.__module__) or (issubclass(kind, nn.Module) and kind is not nn.Module)
 
 
-def _code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
+def code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
     """The functions and properties of the user's class; of a package's class, the user's functions in the class and in
     its Python module."""
     code = {name: getattr(value, "__func__", value) for name, value in vars(kind).items()}

@@ -21,6 +21,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.ragged import Ragged
 from pipeshard.errors import BatchError, ConfigurationError, VerificationError
+from pipeshard.graph.places import code_of
 from pipeshard.graph.preserve import preserving
 from pipeshard.hf import (
     KNOWN_PACKAGES,
@@ -265,8 +266,9 @@ def _warn_of_batch_norms(model: nn.Module, norms: Sequence[str]) -> None:
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified: all
-    modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced methods or hooks, registered
-    functions that they call are from KNOWN_PACKAGES, `criterion` is None, and the optimizer is from KNOWN_PACKAGES."""
+    modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced methods or hooks, functions in their
+    files and registered functions that they call are from KNOWN_PACKAGES, `criterion` is None, and the optimizer is
+    from KNOWN_PACKAGES."""
     if criterion is not None or not has_known_loss(model) or has_global_backward_hooks():
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
@@ -277,7 +279,8 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
     methods = [value for kind in classes for value in vars(kind).values() if inspect.isfunction(value)]
     configs = [getattr(module, "config", None) for module in model.modules()]
     registered = [function for config in configs for function in registered_functions(config).values()]
-    if not all(map(is_of_packages, [*methods, *registered])):
+    of_files = [function for kind in classes for _, function in code_of(kind)]
+    if not all(map(is_of_packages, [*methods, *of_files, *registered])):
         return False
     return all(
         (isinstance(module, Packed) or type(module).__module__.split(".")[0] in KNOWN_PACKAGES)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from tqdm import tqdm
 from transformers import AttentionInterface, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from pipeshard import PipelinePlugin
@@ -488,6 +489,15 @@ def test_classes_with_replaced_methods_are_not_known(monkeypatch: pytest.MonkeyP
         assert is_known(llama, None)
         llama.set_attn_implementation("centred")
         assert not is_known(llama, None)
+
+
+def test_a_class_is_not_known_with_a_function_that_was_replaced_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code with which a user replaced a function of the file was exact, the docs said, but no class had changed: the
+    model was taken for transformers' own, and a mask that mixes samples was not proven."""
+    llama = zoo.build("llama", layers=2)
+    assert is_known(llama, None)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", centred)
+    assert not is_known(llama, None)
 
 
 def test_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
