@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections import defaultdict
 from collections.abc import Callable
@@ -36,13 +37,14 @@ from pipeshard.batch.batch import Batch
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.cuts import Cuts
 from pipeshard.errors import BatchError, PipeshardError
+from pipeshard.hf import BOUNDARIES
 from pipeshard.schedule.given import check
 from pipeshard.schedule.program import Kind, Program
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.slices import SLICED, number_of_slices, sliced
 from pipeshard.slices.attention import Attention, lower_right
 from pipeshard.slices.cache import Keys
-from pipeshard.slices.cut import Joint, lengths, shortened
+from pipeshard.slices.cut import Joint, cut, lengths, shortened
 from pipeshard.slices.states import Grown
 from tests import zoo
 from tests.parity.command import outcomes
@@ -676,6 +678,48 @@ def test_flash_attention_reads_positions_beside_a_mask_of_ones(masked: int, atte
         return
     with pytest.raises(BatchError, match="position_ids restart within a sample"):
         cuts.slices([[Batch.of(data, "input_ids")]])
+
+
+def flattened(*documents: int) -> dict[str, Any]:
+    """These documents in one row, with boundaries for flash attention, as in DataCollatorWithFlattening."""
+    data: dict[str, Any] = {name: rows[:1] for name, rows in data_of("llama", sum(documents), 0).items()}
+    del data["attention_mask"]
+    ends = torch.tensor([0, *documents], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    longest = max(documents)
+    return data | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def boundaries_of_slices() -> list[str]:
+    """What differs from the unsplit model in slices of one document with boundaries, and boundaries that slices got."""
+    model, found = small_llama().double(), list[str]()
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), flattened(140), num_microbatches=1, num_slices=3)
+    forward = split.model.pipeline.model.forward
+
+    @functools.wraps(forward)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        is_slice = kwargs["input_ids"].shape[1] < 12  # not the head, which runs no layers
+        found.extend(f"a slice got {name}" for name in BOUNDARIES if is_slice and kwargs.get(name) is not None)
+        return forward(*args, **kwargs)
+
+    split.model.pipeline.model.forward = seen
+    data = flattened(12)
+    return compared(split, unsplit, split.backward(data)["loss"], unsplit.backward(data), FINE) + found
+
+
+@pytest.mark.turns
+def test_slices_get_no_boundaries(pool: Pool) -> None:
+    """Slices got the boundaries of the whole row, up to which flash attention reads and writes: past their end."""
+    assert pool.run(boundaries_of_slices, 1) == [[]]
+
+
+def test_boundaries_within_a_row_are_refused() -> None:
+    """Without position_ids (return_position_ids=False), only the boundaries show that a row has several documents."""
+    (first, *_) = cut(Batch.of(flattened(12), "input_ids"), [5, 7], is_flash=True)
+    assert not {*BOUNDARIES} & {path for path, leaf in zip(first.paths, first.leaves, strict=True) if leaf is not None}
+    for split in (cut, lambda batch, sizes, is_flash: shortened(batch, sizes[0], is_flash)):
+        with pytest.raises(BatchError, match="cu_seq_lens_q has a boundary within a sample"):
+            split(Batch.of(flattened(5, 7), "input_ids"), [5, 7], True)
 
 
 def test_a_long_sample_is_proven_where_it_has_labels() -> None:

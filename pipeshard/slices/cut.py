@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import FOR_CRITERION, Batch
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
+    BOUNDARIES,
     IDS,
     IGNORED,
     MASK,
@@ -27,6 +28,7 @@ from pipeshard.hf import (
 )
 from pipeshard.slices.states import Slice
 
+ALTERNATIVES = "Pass a four-dimensional attention_mask (not with flash attention), or use num_slices=1"
 LEAST = 2  # a slice has at least this many positions: for one position, layers with states use a different algorithm
 
 
@@ -77,6 +79,7 @@ def cut(batch: Batch, sizes: Sequence[int], is_flash: bool) -> list[Batch]:
         if media_kind(path) is not None and not is_mask(path):
             raise BatchError(f"num_slices: {path} contains media, which slices do not support. Use num_slices=1")
     _refuse_packed(batch, is_flash)
+    batch = batch.without(BOUNDARIES)  # a kernel would access memory up to the last one, beyond the end of a slice
 
     def slice_of(start: int, end: int) -> Batch:
         return batch.map(lambda path, leaf, dim: _narrowed(path, leaf, dim, total, start, end))
@@ -96,9 +99,17 @@ def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: i
 
 
 def _refuse_packed(batch: Batch, is_flash: bool) -> None:
-    """Raise BatchError for a sample with several documents: with a cache, position ids do not separate them. With a
-    mask, they do not without a cache either, except in flash attention of one row before its first padding."""
+    """Raise BatchError for a sample with several documents: with a cache, position ids do not separate them, and
+    slices get no boundaries. With a mask, position ids do not separate them without a cache either, except in flash
+    attention of one row before its first padding."""
     positions, mask = batch.tensors.get(POSITIONS), batch.tensors.get(MASK)
+    whole = [row * sequence_of(batch) for row in range(batch.rows + 1)]
+    for path, leaf in batch.tensors.items():
+        if path in BOUNDARIES and leaf.ndim == 1 and not leaf.is_meta and leaf.tolist() != whole:
+            raise BatchError(
+                f"num_slices: {path} has a boundary within a sample, so the sample contains several documents, which "
+                f"slices do not separate. {ALTERNATIVES}"
+            )
     if positions is None or positions.is_meta:
         return
     restarts = positions.diff(dim=-1) != 1
@@ -109,8 +120,7 @@ def _refuse_packed(batch: Batch, is_flash: bool) -> None:
     if bool(restarts.any()):
         raise BatchError(
             f"num_slices: {POSITIONS} restart within a sample, so the sample contains several documents. Slices use a "
-            f"cache, and with a cache transformers does not separate documents by their {POSITIONS}. Pass a "
-            "four-dimensional attention_mask (not with flash attention), or use num_slices=1"
+            f"cache, and with a cache transformers does not separate documents by their {POSITIONS}. {ALTERNATIVES}"
         )
 
 
@@ -166,7 +176,8 @@ class SliceCall:
         name = cache_argument(model)
         assert name is not None
         total, row_dims = self.now.total, dict(zip(self.batch.paths, self.batch.row_dims, strict=True))
-        arguments = {path: leaf for path, leaf in self.batch.data.items() if not _is_of_loss(path)}
+        data = self.batch.without(BOUNDARIES).data  # as in `cut`
+        arguments = {path: leaf for path, leaf in data.items() if not _is_of_loss(path)}
         has_whole_mask = any(_is_whole_mask(path, leaf) for path, leaf in arguments.items())
         cache = cache_of(model, self.now, any(map(is_of_encoder, arguments)), has_whole_mask)
         for path, leaf in arguments.items():
