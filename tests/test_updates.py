@@ -679,6 +679,44 @@ def test_gradients_that_one_rank_drops_are_warned_of(pool: Pool) -> None:
         assert pool.run(skips_together, 2, freezes, timeout=120) == [[], []]
 
 
+def in_turn(pauses: bool) -> tuple[list[str], list[str], int]:
+    """What is told of a loop with an optimizer for each stage, which are stepped and cleared one after the other, and
+    the number of comparisons in later steps; then what is told of a rank that clears its gradients before the update.
+    `pauses`: the second optimizer steps only in every other step."""
+    told = listening()
+    sides = Sides(
+        {}, lambda model: torch.optim.SGD([*model.embed.parameters(), *model.layers[:2].parameters()], lr=0.1)
+    )
+    rest = [*sides.model.layers[2:].parameters(), *sides.model.head.parameters()]
+    sides.engine.boost(sides.engine.model, torch.optim.SGD(rest, lr=0.1))
+    optimizers, count = [sides.optimizer, sides.engine.optimizer], 0
+    updates = sides.engine.model.pipeline.gradients.updates
+    for step in range(6):
+        with mock.patch.object(updates, "compare", wraps=updates.compare) as compare:
+            sides.split_loss(sides.batches(step))
+            for optimizer in optimizers[: 1 if pauses and step % 2 else 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+        count += compare.call_count if step > 2 else 0
+    early = len(told)
+    sides.split_loss(sides.batches(0))
+    if dist.get_rank() == 0:
+        optimizers[0].zero_grad()
+    optimizers[0].step()
+    sides.split_loss(sides.batches(0))
+    return told[:early], told[early:], count
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("pauses", [False, True])
+def test_optimizers_that_are_cleared_in_turn_are_cleared_on_every_rank(pool: Pool, pauses: bool) -> None:
+    """Each optimizer was cleared right after its step, on every rank. One stage then had no gradients left, and another
+    had all of its own: a warning said that one rank had cleared its gradients, and true findings were silent."""
+    reports = pool.run(in_turn, 2, pauses, timeout=120)
+    assert all(told == [] and count == 0 for told, _, count in reports)
+    assert any("gradients were cleared (zero_grad) on only one of" in text for _, told, _ in reports for text in told)
+
+
 def without_optimizer() -> list[str]:
     """What is told of updates after evaluations without an optimizer, under gradients: in two training steps, where
     the first stage has no gradients, and then in two updates that only follow evaluations."""

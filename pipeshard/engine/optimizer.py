@@ -450,6 +450,7 @@ class PipelineOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters, including gradients accumulated under `no_sync`."""
         self.sync.reset({weight.parameter for weight in self.weights.values()})
+        self.gradients.updates.cleared(self, set_to_none)
         for hosted in self.copies.hosted:
             hosted.is_updating = True  # the inner optimizer may read its gradients, which are None
         arguments = () if set_to_none else (False,)  # the method of a user's class may take no argument

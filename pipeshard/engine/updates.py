@@ -37,6 +37,7 @@ LARGEST = 2.0**20  # only smaller factors are compared
 TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
 CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors and norms
 COARSE = 4e-3  # the same for factors of gradients whose values are rounded by more than NEAR (bf16)
+CLEARED, GONE = "optimizer {} was cleared", "gradients of optimizer {} are gone"  # keys of `Told.dropped`
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -44,6 +45,7 @@ class Grouped(Protocol):
     """The attributes of a boosted optimizer that are used here; see `PipelineOptimizer`."""
 
     optim: Optimizer
+    weights: Any  # dict[str, MasterWeight]
     given: list[frozenset[str]]
     options: list[tuple[str, ...]]
 
@@ -62,8 +64,8 @@ class Told(NamedTuple):
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
         numbered: by parameter, the numbers that the loop used in writes after it had read several parameters
             (engine/coupling.py).
-        dropped: whether the gradients of the last step were cleared, at each update since then and now.
-        is_graded: whether the last step has computed gradients on the rank.
+        dropped: for each update since the last step, and now: by optimizer, whether the loop has cleared it, and by
+            optimizer with gradients on the rank, whether these gradients are gone.
         noise: a description of gradients that the loop has changed with random numbers, or "".
         tolerance: the relative difference between equal factors that is due to the gradients' dtype.
     """
@@ -75,8 +77,7 @@ class Told(NamedTuple):
     norm: float | None
     found: str
     numbered: dict[str, list[float]]
-    dropped: tuple[bool, ...]
-    is_graded: bool
+    dropped: tuple[dict[str, bool], ...]
     noise: str
     tolerance: float
 
@@ -150,8 +151,10 @@ class Updates:
         self.found, self.numbered = "", dict[str, set[float]]()
         self.drawn = self._noise = ""  # `_noise`: `drawn` of changes that no factor explains, until ranks compare it
         self.evaluated = self._has_added = False  # `_has_added`: whether gradients were added since the last update
-        self._graded: list[Tensor] = []  # the parameters with gradients from the last step
-        self._dropped: tuple[bool, ...] = ()  # for each update since then, whether these gradients were cleared
+        self._graded: dict[int, list[Tensor]] = {}  # by optimizer: the parameters with gradients from the last step
+        self._dropped: tuple[dict[str, bool], ...] = ()  # `_drops` at each update since then
+        self._cleared = set[int]()  # the optimizers whose gradients zero_grad has cleared since then
+        self._has_cleared = False  # whether the loop has called zero_grad so far
         self._added: Snapshot | None = None  # the gradients after the last step
         self._given: Snapshot | None = None  # the gradients before the hooks of the inner optimizer's step
         self._samples = False  # whether a training loop or a hook has changed gradients so far
@@ -163,7 +166,8 @@ class Updates:
         self._tolerance = NEAR  # of factors, for the coarsest gradients that a loop or a hook has changed so far
         self._stepped: Any = ()  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
-        self._warned = self._has_found = self._has_told = False
+        self._warned = self._has_told = False
+        self._has_found = set[str]()  # the kinds of findings that were logged
 
     @property
     def is_compared(self) -> bool:
@@ -177,8 +181,10 @@ class Updates:
         """Record that a step has computed the gradients of these parameters."""
         self._has_added = True
         self.found, self.numbered, self._dropped = "", {}, ()
+        self._cleared.clear()
         if self.grid.size > 1:
-            self._graded = [parameter for parameter in parameters if parameter.grad is not None]
+            used = {number: (w.parameter for w in each.weights.values()) for number, each in self.in_use().items()}
+            self._graded = {number: [p for p in each if p.grad is not None] for number, each in used.items()}
             self._added = Snapshot(parameters, self._samples or self.count < FIRST)
 
     def renew(self) -> None:
@@ -196,6 +202,12 @@ class Updates:
         or changed."""
         self._factor = _product(self._factor, self._note(self._added))
         self._added = None
+
+    def cleared(self, optimizer: Grouped | None, to_none: bool) -> None:
+        """Record a call of zero_grad: of an optimizer or, with None, of the model."""
+        self._has_cleared = True
+        of = {number for number, each in self.in_use().items() if optimizer in (None, each)}
+        self._cleared |= of if to_none else set()
 
     def skipped(self) -> None:
         """Record that all ranks skip the update with the current gradients."""
@@ -277,7 +289,9 @@ class Updates:
         """Raise UsageError on every rank if the ranks' updates differ from a single device's update, or warn if they
         may differ. `norm` is the norm of this rank's gradients. Call it on all ranks."""
         used, now = self._by_group(self._stepped), self._by_group(self._options())
-        found = self.found, self._numbers, self._drops, bool(self._graded), self._noise, self._tolerance
+        lacking = {GONE.format(number) for number in self.in_use() if not self._graded.get(number)}
+        dropped = tuple({key: each[key] for key in each if key not in lacking} for each in self._drops)
+        found = self.found, self._numbers, dropped, self._noise, self._tolerance
         own = used, now, self._told, self._before, norm, *found
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
         self._noise = ""
@@ -295,24 +309,33 @@ class Updates:
         self._warned |= differ
 
     @property
-    def _drops(self) -> tuple[bool, ...]:
-        """Whether the last step's gradients were cleared, at each update since then and now."""
-        has_updated = bool(self._dropped)
-        is_gone = all(parameter.grad is None for parameter in self._graded) if self._graded else has_updated
-        return *self._dropped, is_gone
+    def _drops(self) -> tuple[dict[str, bool], ...]:
+        """For each update since the last step, and now: by optimizer, whether the loop has cleared it, and whether its
+        gradients are gone. If this rank has none, the latter is inferred: usually, it is the same on every rank."""
+        has_updated, now = bool(self._dropped), dict[str, bool]()
+        for number in self.in_use():
+            graded, is_cleared = self._graded.get(number), number in self._cleared
+            inferred = is_cleared if self._has_cleared else has_updated
+            now[CLEARED.format(number)] = is_cleared
+            now[GONE.format(number)] = all(p.grad is None for p in graded) if graded else inferred
+        return *self._dropped, now
 
     @property
     def _numbers(self) -> dict[str, list[float]]:
         return {name: sorted(values) for name, values in self.numbered.items()}
 
     def _warn_of(self, told: Sequence[Told]) -> None:
-        """Warn once if the training loop has written values that depend on one stage only, or has cleared gradients on
-        only some ranks."""
-        found = next((each.found for each in told if each.found), "")
-        found = found or numbers_problem(told, self.grid.named) or drops_problem(told, self.grid.named)
-        if found and not self._has_found and self.grid.first:
-            logger.warning("%s", found)
-        self._has_found |= bool(found)
+        """Warn, once per kind, if the training loop has written values that depend on one stage only, or has cleared
+        gradients on only some ranks."""
+        kinds = {
+            "found": next((each.found for each in told if each.found), ""),
+            "numbers": numbers_problem(told, self.grid.named),
+            "drops": drops_problem(told, self.grid.named),
+        }
+        for kind, found in kinds.items():
+            if found and kind not in self._has_found and self.grid.first:
+                logger.warning("%s", found)
+            self._has_found |= {kind} if found else set()
 
     def _by_group(self, options: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
         """Convert a result of `_options` to a dict of options for each group that has parameters on this rank."""
@@ -391,11 +414,15 @@ def warn_of_ranks(told: Sequence[Sequence[Mapping[str, Any]]], kind: type[Optimi
 
 def drops_problem(told: Sequence[Told], named: Any) -> str:
     """A message if one rank has cleared its gradients and another rank has kept them, otherwise ""."""
-    having = [(rank, each.dropped) for rank, each in enumerate(told) if each.is_graded]
-    other = next((rank for rank, dropped in having if dropped != having[0][1]), None)
-    if other is None:
-        return ""
-    return f"gradients were cleared (zero_grad) on only one of {named(having[0][0])} and {named(other)}. {TOGETHER}"
+    first: dict[tuple[int, str], tuple[int, bool]] = {}  # by update and key: the first rank, and what it reports
+    for rank, each in enumerate(told):
+        for update, dropped in enumerate(each.dropped):
+            for key, is_gone in dropped.items():
+                other, expected = first.setdefault((update, key), (rank, is_gone))
+                if is_gone != expected:
+                    pair = f"{named(other)} and {named(rank)}"
+                    return f"gradients were cleared (zero_grad) on only one of {pair}. {TOGETHER}"
+    return ""
 
 
 def numbers_problem(told: Sequence[Told], named: Any) -> str:
