@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeshard.distributed.collectives import broadcast, local
 from pipeshard.distributed.groups import ranks_of
@@ -21,11 +22,18 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
     already has an owner keeps this owner, even if another optimizer trains the weight, since only the owner has the
     fp32 master weight."""
     loads = {is_trained: [0] * replicas for is_trained in (True, False)}
-    for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
+    for weight in sorted(weights, key=lambda w: (w.owner is None, -_size(w), w.name)):
         load = loads[weight.parameter.requires_grad]
         if weight.owner is None:
             weight.owner = load.index(min(load))
-        load[weight.owner] += local(weight.parameter).numel()
+        load[weight.owner] += _size(weight)
+
+
+def _size(weight: MasterWeight) -> int:
+    """The number of a weight's elements on each slice of a stage, or the average if slices differ in size: all slices
+    must choose the same owner, since a checkpoint contains the slices of one replica."""
+    parameter = weight.parameter
+    return parameter.numel() // (parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1)
 
 
 @torch.no_grad()
