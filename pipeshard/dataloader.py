@@ -128,8 +128,8 @@ class ResumableDataLoader(DataLoader[Any]):
             `collate_fn`, samples with lists of numbers are collated by transformers' default_data_collator.
 
     Raises ConfigurationError for a sampler together with shuffle, for a sampler or a stream that already selects
-    one of several shares, for a stream of `datasets` that was shuffled or interleaved without a seed, and for an
-    invalid `seed` or `replica`.
+    one of several shares, for a stream of `datasets` that was shuffled or interleaved without a seed, for
+    `in_order=False`, and for an invalid `seed` or `replica`.
     """
 
     def __init__(
@@ -146,6 +146,11 @@ class ResumableDataLoader(DataLoader[Any]):
         if not 0 <= replica < num_replicas:
             raise ConfigurationError(
                 f"replica must be from 0 to num_replicas - 1, got replica={replica} with num_replicas={num_replicas}"
+            )
+        if not options.get("in_order", True):
+            raise ConfigurationError(
+                "in_order=False is not supported: batches would be read in the order in which workers finish, so stages "
+                "would read different batches, and a resumed run would repeat some and omit others. Omit in_order"
             )
         generator = options.pop("generator", None)
         seed = generator.initial_seed() if generator else seed

@@ -428,6 +428,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "optim=.*backward", {"optim": "lomo"}, {}),
     (ConfigurationError, "debug=.*check_finite", {"debug": "underflow_overflow"}, {}),
     (ConfigurationError, "dispatch_batches=True", {"accelerator_config": {"dispatch_batches": True}}, {}),
+    (ConfigurationError, "dataloader_in_order=False: .*remove it", {"dataloader_in_order": False}, {}),
     (ConfigurationError, "max_norm=1.0.*max_grad_norm", {}, {"max_norm": 1.0}),
     (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
     (ConfigurationError, "loss_reduction='microbatch'", {}, {"loss_reduction": "microbatch"}),

@@ -46,15 +46,20 @@ REFUSED = {
     "use_transformers_continuous_batching": "its cache needs all layers on one rank, but stages divide them: remove it",
     "sync_ref_model": "it averages the full weights of two models, but a pipeline splits them: remove it",
     "accelerator_config.dispatch_batches": "each rank of a pipeline reads its batches itself: remove it",
+    "dataloader_in_order": (
+        "batches would be read in the order in which workers finish, but all stages of a replica read the same batch: "
+        "remove it"
+    ),
 }
 # By argument: whether a value is refused. For arguments without an entry, every truthy value is refused.
 SOME: dict[str, Callable[[Any], bool]] = {
     "optim": lambda value: "lomo" in str(value).lower() or "layerwise" in str(value).lower(),
     "past_index": lambda value: value >= 0,
     "train_sampling_strategy": lambda value: value == "batch_rebalance",
+    "dataloader_in_order": lambda value: not value,
 }
 # Arguments that are supported in a world of one process.
-OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches")
+OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches", "dataloader_in_order")
 
 
 def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
