@@ -428,6 +428,12 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "optim=.*backward", {"optim": "lomo"}, {}),
     (ConfigurationError, "debug=.*check_finite", {"debug": "underflow_overflow"}, {}),
     (ConfigurationError, "dispatch_batches=True", {"accelerator_config": {"dispatch_batches": True}}, {}),
+    (
+        ConfigurationError,
+        "even_batches=False with dp_size=2",
+        {"accelerator_config": {"even_batches": False}},
+        {"pp_size": 1},
+    ),
     (ConfigurationError, "dataloader_in_order=False: .*remove it", {"dataloader_in_order": False}, {}),
     (ConfigurationError, "max_norm=1.0.*max_grad_norm", {}, {"max_norm": 1.0}),
     (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
@@ -456,7 +462,10 @@ def all_refused(folder: str) -> None:
     with pytest.raises(ConfigurationError, match=r"has 2 ranks, but accelerate.*has 1: start the script with torchrun"):
         trainer("causal", folder, {"pp_size": 2})
     forget()
-    with launched():
+    with launched():  # one replica, or replicas with equally many batches
+        trainer("causal", folder, {"pp_size": 2}, accelerator_config={"even_batches": False})
+        whole = {"accelerator_config": {"even_batches": False}, "dataloader_drop_last": True}
+        trainer("causal", folder, {"pp_size": 1}, **whole)
         made = trainer("causal", folder, {"pp_size": 2})
         with pytest.raises(UsageError, match="does not support hyperparameter_search"):
             made.hyperparameter_search()
@@ -466,6 +475,8 @@ def all_refused(folder: str) -> None:
 
 @pytest.mark.turns
 def test_what_cannot_be_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    """With even_batches=False, a replica that had fewer batches began its next epoch earlier, and silently trained more
+    often on its own samples. With dataloader_in_order=False, stages read different batches after hours."""
     pool.run(all_refused, 2, str(tmp_path))
     for wrong in (int, PipelinePlugin):
         with pytest.raises(ConfigurationError, match=r"a subclass of transformers.Trainer"):

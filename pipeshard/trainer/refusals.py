@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from pipeshard.config import PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
+from pipeshard.distributed.mesh import num_replicas
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.replaced import replaced
@@ -76,6 +77,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
             f"{args.world_size}: start the script with torchrun, and create TrainingArguments before the plugin, with "
             "use_cpu=True if there are no GPUs"
         )
+    _refuse_uneven(args, config, name)
     if config.max_norm:
         raise ConfigurationError(
             f"{name} clips gradients itself: instead of PipelinePlugin(max_norm={config.max_norm}), set "
@@ -84,6 +86,17 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
     if not config.has_exact_loss:
         raise ConfigurationError(
             f"PipelinePlugin(loss_reduction='microbatch') computes a different loss than {name}: omit loss_reduction"
+        )
+
+
+def _refuse_uneven(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
+    """Raise ConfigurationError if replicas could have different numbers of batches."""
+    replicas = num_replicas(config.pp_size, config.dp_size, config.tp_size, config.ep_size)
+    is_even: bool = args.accelerator_config.even_batches or args.dataloader_drop_last
+    if replicas > 1 and not is_even:
+        raise ConfigurationError(
+            f"{name} does not support accelerator_config.even_batches=False with dp_size={replicas}: replicas with "
+            "fewer batches would begin the next epoch earlier. Remove it, or set dataloader_drop_last=True"
         )
 
 
