@@ -130,9 +130,11 @@ def prove_at_boost(
         return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
-    sample = with_drawn_ids(model, sample) if is_cut else sample
+    drawn = with_drawn_ids(model, sample)
+    tried = [drawn] if drawn is sample else [drawn, sample]  # a model may accept only some tokens
+    sample = drawn if is_cut else sample
     # Called on all ranks, so that all of them raise an error.
-    tried = Ragged(model).padded(sample) if is_ragged else [sample]
+    tried = Ragged(model).padded(sample) if is_ragged else tried
     if is_sliced:
         tried = [shortened(sample, POSITIONS, has_flash_attention(model))]
     left = Ragged(model).left_padded(sample) if is_ragged else []

@@ -63,7 +63,8 @@ class Samples:
 
 def with_drawn_ids(model: nn.Module, batch: Batch) -> Batch:
     """The batch with random token ids, without special tokens, if all its ids are equal, as in dummy inputs. Equal
-    tokens have equal hidden states at every position (with RoPE), so a model that mixes positions would not differ."""
+    samples have equal results, and equal tokens have equal hidden states at every position (with RoPE), so a model that
+    mixes samples or positions would not differ."""
     base, ids = without_adapters(model)[1], batch.tensors.get(IDS)
     many = getattr(text_config(base), "vocab_size", None)
     if ids is None or ids.is_floating_point() or ids.unique().numel() > 1 or not isinstance(many, int):

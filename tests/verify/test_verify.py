@@ -491,6 +491,23 @@ def test_classes_with_replaced_methods_are_not_known(monkeypatch: pytest.MonkeyP
         assert not is_known(llama, None)
 
 
+def of_equal_samples() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(AttentionInterface._global_mapping, "centred", centred)
+        model = zoo.build("llama", layers=2)
+        model.set_attn_implementation("centred")
+        with pytest.raises(VerificationError) as refused:
+            PipelinePlugin(pp_size=1, num_microbatches=2).configure(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(refused.value)
+
+
+def test_samples_without_a_dataloader_differ(pool: Pool) -> None:
+    """Without a dataloader, the proof ran on equal samples of token 0: an attention that centres over the samples gave
+    the same for the batch and its microbatches."""
+    (said,) = pool.run(of_equal_samples, 1)
+    assert "depend on each other" in said, said
+
+
 def test_a_class_is_not_known_with_a_function_that_was_replaced_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code with which a user replaced a function of the file was exact, the docs said, but no class had changed: the
     model was taken for transformers' own, and a mask that mixes samples was not proven."""
