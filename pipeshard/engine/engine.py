@@ -187,8 +187,7 @@ class Pipeline:
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
         self.blank = set() if init_weights else on_meta  # names of the parameters without values, on all stages
         kind = HostedWeight if config.offloads("optimizer") and has_own_memory(self.device) else MasterWeight
-        copies = config.ep_size > 1  # the backward of attention is not deterministic on GPUs
-        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan, kind, copies)
+        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan, kind)
         for name in self.blank & self.holdings.weights.keys():
             self.holdings.weights[name].blank()
         self.places = Places(model)

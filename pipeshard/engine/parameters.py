@@ -28,9 +28,9 @@ class HeldParameters:
 
     One holder of a parameter broadcasts the values to the other holders. Then the parameters are cast to 16 bits if
     `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
-    replicas. Sharding may replace parameters. `kind` is the class of the MasterWeights. With `copies`, all slices of a
-    stage use the first slice's gradients of unsharded parameters: the slices' own gradients differ on devices whose
-    kernels are not deterministic.
+    replicas. Sharding may replace parameters. `kind` is the class of the MasterWeights. All slices of a stage use the
+    first slice's gradients of unsharded parameters: the slices' own gradients differ on devices whose kernels are not
+    deterministic, such as the backward pass of attention on GPUs.
 
     Attributes:
         held: the current parameters, by name (tied parameters: by their first name).
@@ -46,7 +46,6 @@ class HeldParameters:
         fsdp: bool,
         plan: Mapping[str, str] | None = None,
         kind: type[MasterWeight] = MasterWeight,
-        copies: bool = False,
     ) -> None:
         model = self.model = policy.model
         self.policy, self.grid, self.plan, self._warned = policy, grid, plan or {}, False
@@ -85,7 +84,7 @@ class HeldParameters:
                 weight.moved = self.sharded.moved
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
         unsharded = {name for name, parameter in self.held.items() if not grid.divides(parameter, TP)}
-        self.copied = unsharded - self.partial if copies else set()
+        self.copied = unsharded - self.partial if grid.tp_size > 1 else set()
         self.sync = GradientSync(self._buckets(self._summed_along, self.copied), tp_sharded, self.sharded)
 
     def refuse_cast(self) -> None:

@@ -30,6 +30,7 @@ from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import LatentProjection, plan_of, style_of
 from tests import zoo
 from tests.covering import covering
+from tests.engine.test_expert_parallel import check_copies, noisy
 from tests.graph.test_randomness import with_dropout
 from tests.parity.build import batch, build
 from tests.parity.entries import find
@@ -364,6 +365,16 @@ def test_a_latent_projection_needs_its_number_of_rotary_features() -> None:
 def test_a_plan_of_one_s_own(pool: Pool) -> None:
     plan = {"transformer.h.*.mlp.c_fc": "conv1d_colwise", "transformer.h.*.mlp.c_proj": "conv1d_rowwise"}
     assert pool.run(sliced, 2, "gpt2", 1, tp_plan=plan, recompute=True, schedule="zb-h1") == ["S(1)"] * 2
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("pp", "dp", "options"), [(1, 1, {}), (2, 1, {}), (1, 2, {"fsdp": True})], ids=str)
+def test_copies_of_unsharded_weights_stay_equal(pool: Pool, pp: int, dp: int, options: dict[str, Any]) -> None:
+    """A plan of feed-forward layers, as T5's, leaves attention to each slice, whose backward is not deterministic on a
+    GPU: the slices' weights of attention became others, and only one slice's were saved."""
+    layer = "model.layers.*.mlp"
+    plan = {f"{layer}.gate_proj": "colwise", f"{layer}.up_proj": "colwise", f"{layer}.down_proj": "rowwise"}
+    check_copies(pool.run(noisy, 2 * pp * dp, "llama", pp, dp, tp_size=2, tp_plan=plan, timeout=240, **options))
 
 
 class FusedHead(transformers.LlamaForCausalLM):

@@ -122,14 +122,14 @@ class Noise(torch.autograd.Function):
         return gradient * (1 + 1e-3 * dist.get_rank())
 
 
-def noisy(pp: int, dp: int, **options: Any) -> tuple[int, int, dict[str, Tensor]]:
+def noisy(name: str, pp: int, dp: int, **options: Any) -> tuple[int, int, dict[str, Tensor]]:
     """Two steps, the first of two batches, with gradients that differ between ranks; the stage and slice of this rank,
     and its parameters that are not sharded across slices."""
-    model: Any = build_with(entry_of("qwen3_moe"), tie_word_embeddings=pp > 1)
+    model: Any = build_with(entry_of(name), tie_word_embeddings=pp > 1)
     plain = model.model.norm.forward
     model.model.norm.forward = lambda x: Noise.apply(plain(x))
-    data = batch(entry_of("qwen3_moe"), model)
-    split = Split(model, pp, data, num_microbatches=2, ep_size=2, dp_size=dp, verify=False, **options)
+    data = batch(entry_of(name), model)
+    split = Split(model, pp, data, num_microbatches=2, dp_size=dp, verify=False, **options)
     with split.booster.no_sync(split.model, split.optimizer):
         split.backward(data)
     for _ in range(2):
@@ -138,6 +138,12 @@ def noisy(pp: int, dp: int, **options: Any) -> tuple[int, int, dict[str, Tensor]
     grid = split.plugin.grid
     whole = {name: local(p).detach().clone() for name, p in split.held.items() if not grid.divides(p, TP)}
     return grid.stage, grid.slice, whole
+
+
+def check_copies(ranks: Sequence[tuple[int, int, dict[str, Tensor]]]) -> None:
+    for one, other in zip(ranks[::2], ranks[1::2], strict=True):
+        assert one[0] == other[0] and (one[1], other[1]) == (0, 1) and len(one[2]) > 5
+        assert [name for name, parameter in one[2].items() if not torch.equal(parameter, other[2][name])] == []
 
 
 @pytest.mark.turns
@@ -149,10 +155,7 @@ def noisy(pp: int, dp: int, **options: Any) -> tuple[int, int, dict[str, Tensor]
 def test_copies_stay_equal(pool: Pool, pp: int, dp: int, options: dict[str, Any]) -> None:
     """On a GPU, the backward of attention is not deterministic: attention, norms and routers, which each rank of a
     stage trains, became others on each rank, and so did the experts that the ranks chose for a token."""
-    ranks = pool.run(noisy, 2 * pp * dp, pp, dp, timeout=240, **options)
-    for one, other in zip(ranks[::2], ranks[1::2], strict=True):
-        assert one[0] == other[0] and (one[1], other[1]) == (0, 1) and len(one[2]) > 5
-        assert [name for name, parameter in one[2].items() if not torch.equal(parameter, other[2][name])] == []
+    check_copies(pool.run(noisy, 2 * pp * dp, "qwen3_moe", pp, dp, ep_size=2, timeout=240, **options))
 
 
 @pytest.mark.parametrize(
