@@ -16,6 +16,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
 from pipeshard.batch.read import collate
@@ -128,8 +129,8 @@ class ResumableDataLoader(DataLoader[Any]):
             `collate_fn`, samples with lists of numbers are collated by transformers' default_data_collator.
 
     Raises ConfigurationError for a sampler together with shuffle, for a sampler or a stream that already selects
-    one of several shares, for a stream of `datasets` that was shuffled or interleaved without a seed, for
-    `in_order=False`, and for an invalid `seed` or `replica`.
+    one of several shares, on several ranks for a DataPipe with a `sharding_filter()`, for a stream of `datasets` that
+    was shuffled or interleaved without a seed, for `in_order=False`, and for an invalid `seed` or `replica`.
     """
 
     def __init__(
@@ -170,6 +171,8 @@ class ResumableDataLoader(DataLoader[Any]):
             refuse_unseeded(dataset)
             self._order = Order(dataset)
             _refuse_shares(self._order)
+            if num_replicas > 1 or (dist.is_initialized() and dist.get_world_size() > 1):
+                _refuse_sharding(self._order)
         else:
             sampler: Any = options.get(kind)
             generator = torch.Generator()
@@ -388,3 +391,14 @@ def _refuse_shares(order: Order) -> None:
             "dataset (or shuffle=True), or a stream without split_dataset_by_node: pipeshard then divides the samples "
             "among the replicas"
         )
+
+
+def _refuse_sharding(order: Order) -> None:
+    """Raise ConfigurationError for a DataPipe that torch shards by the rank of the process."""
+    for one in order.members.values():
+        if isinstance(one, IterDataPipe) and hasattr(one, "apply_sharding"):
+            raise ConfigurationError(
+                f"{type(one).__name__} shards the stream by the rank of the process, so stages would read different "
+                "samples, and workers of several replicas the same samples: remove sharding_filter(), since the loader "
+                "divides the samples among the replicas, and shard by torch's get_worker_info() if num_workers > 1"
+            )

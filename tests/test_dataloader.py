@@ -33,6 +33,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from pipeshard.checkpoint import untrusted
@@ -40,6 +41,7 @@ from pipeshard.data.first_samples import find_sample, first_samples
 from pipeshard.data.order import Order, packed
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, UsageError
+from tests.pool import Pool
 
 
 class Numbers(Dataset[int]):
@@ -976,6 +978,22 @@ def test_a_stream_that_is_split_by_node_is_refused() -> None:
     for replicas in (1, 2):
         with pytest.raises(ConfigurationError, match=r"IterableDataset already splits the data into 2 shares"):
             make(dataset=split_dataset_by_node(stream, 0, 2), num_replicas=replicas)
+
+
+def refused_pipe(replicas: int) -> None:
+    pipe = IterableWrapper(range(22)).sharding_filter().map(int)
+    with pytest.raises(ConfigurationError, match=r"ShardingFilterIterDataPipe .*: remove sharding_filter\(\)"):
+        make(dataset=pipe, num_replicas=replicas)
+    assert flat(make(dataset=IterableWrapper(range(22)), num_replicas=replicas))[:4] == [*range(4)]
+
+
+def test_a_pipe_that_shards_itself_is_refused(pool: Pool) -> None:
+    """torch shards a DataPipe by the rank of the process: each stage read other samples. With replicas, it was not
+    sharded at all, and each worker silently read the samples of the others."""
+    refused_pipe(2)
+    pool.run(refused_pipe, 2, 1)
+    pipe = IterableWrapper(range(22)).sharding_filter()
+    assert sorted(flat(make(dataset=pipe, num_workers=2))) == [*range(22)]
 
 
 def test_the_generator_of_a_transform_of_hugging_face_is_seeded() -> None:
