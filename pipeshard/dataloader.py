@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe,
 from pipeshard.batch.read import collate
 from pipeshard.data.order import Order, packed, refuse_unseeded
 from pipeshard.data.place import OVER, LoaderPlace, Peekable
-from pipeshard.data.seeded import KeyedSampler, SeededSamples
+from pipeshard.data.seeded import KeyedSampler, SeededCollate, SeededSamples
 from pipeshard.data.share import Share, SharedCollate, SharedSampler, SharedStream, length_of
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, counted
 from pipeshard.graph.rng import Draws
@@ -255,6 +255,7 @@ class ResumableDataLoader(DataLoader[Any]):
         replica = self._share.replica
         if self._sampler is not None:
             new["dataset"] = SeededSamples(self.dataset, self.collate_fn)
+            new["collate_fn"] = SeededCollate(new["dataset"], is_batched=self.batch_sampler is not None)
             kind = "sampler" if self.batch_sampler is None else "batch_sampler"
             new[kind] = KeyedSampler(own[kind], self.place, replica)
         elif self._share.replicas > 1 or not isinstance(self.dataset, IterDataPipe):

@@ -739,6 +739,47 @@ def masked(samples: Any) -> Any:
     return torch.stack(samples) + torch.rand(4)
 
 
+class OnDemand(Noisy):
+    """Draws from a generator that it creates at its first sample."""
+
+    own: Any = None
+
+    def __getitem__(self, k: int) -> Any:
+        if self.own is None:
+            self.own = np.random.default_rng(0)
+        return super().__getitem__(k) * self.own.random()
+
+
+class Masking:
+    """A collator that creates its generator in its first batch, nearer than the dataset's generator is."""
+
+    def __init__(self) -> None:
+        self.own: Any = None
+
+    def __call__(self, samples: Any) -> Any:
+        if self.own is None:
+            self.own = random.Random(0)
+        return masked(samples) + self.own.random()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "collator", "both"])
+def test_a_generator_that_is_created_on_demand_is_seeded(kind: str) -> None:
+    """A generator was looked for once, before the first sample: one that this sample created was never seeded. After a
+    resume, or with other workers, augmentations were other ones, without an error."""
+
+    def options() -> dict[str, Any]:
+        dataset = Noisy() if kind == "collator" else OnDemand()
+        return {"dataset": dataset, "shuffle": True, "collate_fn": masked if kind == "dataset" else Masking()}
+
+    expected = epochs(make(**options()), 2)
+    for workers in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}):
+        left = make(**options(), **workers)
+        assert epochs(left, 2) == expected
+        other = make(**options(), **workers)
+        other.load_state_dict({**left.state_dict(), "epoch": 0, "batches": 2})
+        assert epochs(other, 2) == [expected[0][2:], expected[1]]
+
+
 def test_what_datasets_and_collators_draw_depends_on_the_place_alone() -> None:
     """Collators that mask at random (`DataCollatorForLanguageModeling(mlm=True)`) gave each rank another batch, unless
     the program had seeded them alike, and other masks after a resume."""

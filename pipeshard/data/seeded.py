@@ -55,7 +55,7 @@ class SeededSamples(Delegate, Dataset[Any]):
     these numbers are the same in any process."""
 
     def __init__(self, samples: Any, collate_fn: Any) -> None:
-        self.__dict__.update(of=samples, collate_fn=collate_fn, generators=None)
+        self.__dict__.update(of=samples, collate_fn=collate_fn, generators=None, is_complete=False)
 
     def __getitem__(self, keyed: Keyed) -> Any:
         self._seed(keyed)
@@ -69,13 +69,41 @@ class SeededSamples(Delegate, Dataset[Any]):
 
     def _seed(self, keyed: Keyed) -> None:
         seed_process(*keyed.key)
+        self.__dict__["last"] = keyed
         if self.generators is None:
-            self.__dict__["generators"] = generators_of(self.of, self.collate_fn)
+            self._search()
         for number, generator in enumerate(self.generators):
             seed_generator(generator, *keyed.key, number)
 
+    def _search(self) -> None:
+        self.__dict__["generators"] = generators_of(self.of, self.collate_fn)
+
+    def has_created(self) -> bool:
+        """Whether the first batch has created generators, which were therefore not seeded; False for later batches."""
+        if self.is_complete:
+            return False
+        before = len(self.generators)
+        self._search()
+        self.__dict__["is_complete"] = True
+        return len(self.generators) > before
+
     def __len__(self) -> int:
         return len(self.of)
+
+
+class SeededCollate:
+    """The collator for SeededSamples. If the first batch in this process creates random generators, it is loaded again
+    with these generators seeded."""
+
+    def __init__(self, samples: SeededSamples, is_batched: bool) -> None:
+        self.samples, self.is_batched = samples, is_batched
+
+    def __call__(self, data: Any) -> Any:
+        batch = self.samples.collate_fn(data)
+        if not self.samples.has_created():
+            return batch
+        read = self.samples.__getitems__ if self.is_batched else self.samples.__getitem__
+        return self.samples.collate_fn(read(self.samples.last))
 
 
 def share_generators(loader: Any, *groups: dist.ProcessGroup) -> None:
