@@ -43,6 +43,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
 FEW = 8  # arrays and tensors with more elements count as data, not as thresholds
 LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
+NO_CODE = (type, ModuleType, *OF_PYTHON)  # are no code that the user sets in a file
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 BUILTIN = (dict, list, set, deque, bytearray)  # collections whose entries are not in attributes
 OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "LOAD_NAME")  # endings of the names of instructions that access a global
@@ -92,6 +93,16 @@ def is_users_function(value: Any) -> bool:
     if not isinstance(value, FunctionType):
         return False
     return is_users(value.__module__) or is_users(value.__globals__.get("__name__"))
+
+
+def _is_users_code(value: Any) -> bool:
+    """Whether the value, from a class, file or registry of a package, is the user's function, a partial, method or
+    property with such a function, or an object that a class of the user makes callable."""
+    if isinstance(value, functools.partial | MethodType | property):
+        return any(_is_users_code(getattr(value, name, None)) for name in ("func", "__func__", "fget"))
+    if isinstance(value, FunctionType):
+        return is_users_function(value)
+    return is_object(value) and callable(value) and is_users(type(value).__module__)
 
 
 def format_path(path: Path) -> str:
@@ -233,13 +244,13 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
         yield from ((PathStep("code", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
     elif isinstance(value, type) and _has_code(value):
         yield from code_of(value)
-        yield PathStep("code", "__base__"), value.__base__
+        yield PathStep("code", "__bases__"), value.__bases__
     elif isinstance(value, nn.Module):
         held = value.__dict__
         yield from ((PathStep("hooks", name), tuple(held[name].values())) for name in HOOKS if held.get(name))
     elif hasattr(type(value), SELECTING):
         of_registries = registered_functions(value).items()
-        yield from ((PathStep("registry", key), one) for key, one in of_registries if is_users_function(one))
+        yield from ((PathStep("registry", key), one) for key, one in of_registries if _is_users_code(one))
     if not isinstance(value, type) and _has_code(type(value)):
         yield PathStep("attr", "__class__"), type(value)
 
@@ -251,17 +262,23 @@ def _has_code(kind: Any) -> bool:
 
 
 def code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
-    """The functions and properties of the user's class; of a package's class, the user's functions in the class and in
-    its Python module."""
-    code = {name: getattr(value, "__func__", value) for name, value in vars(kind).items()}
+    """The functions and properties of the user's class; of a package's class, the user's code in the class, in its
+    bases that are no layers, and in its Python module."""
+    code = _functions_of(kind)
     if is_users(kind.__module__):
         yield from ((PathStep("class", name), v) for name, v in code.items() if isinstance(v, FunctionType | property))
         return
+    for base in reversed(kind.__bases__):
+        code = code if base is object or _has_code(base) else _functions_of(base) | code
     beside = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
     for how, held in (("class", code), ("file", dict(beside))):
-        found = ((name, value) for name, value in held.items() if isinstance(value, FunctionType))
-        others = ((name, value) for name, value in found if value.__globals__ is not beside)  # decided fast
-        yield from ((PathStep(how, name), value) for name, value in others if is_users_function(value))
+        found = ((name, value) for name, value in held.items() if not isinstance(value, NO_CODE))  # decided fast
+        others = (pair for pair in found if type(pair[1]) is not FunctionType or pair[1].__globals__ is not beside)
+        yield from ((PathStep(how, name), value) for name, value in others if _is_users_code(value))
+
+
+def _functions_of(kind: Any) -> dict[str, Any]:
+    return {name: getattr(value, "__func__", value) for name, value in vars(kind).items()}
 
 
 @functools.lru_cache(maxsize=4096)

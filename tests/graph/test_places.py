@@ -121,12 +121,79 @@ def of_decorated(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
     return "layer.mlp.forward global forwards global FOUND['by a patch']"
 
 
-@pytest.mark.parametrize("patch", [of_registry, of_file, of_class, of_object, of_decorated])
+class Attends:
+    """An attention function that is an object."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return attends(*args, **options)
+
+
+def of_registered_partial(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    of_registry(monkeypatch, layer)
+    wrapped = functools.partial(attends, window=4)
+    monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "of a test", wrapped)
+    return "layer.self_attn.config registry ALL_ATTENTION_FUNCTIONS of a test code func global FOUND['by a patch']"
+
+
+def of_registered_object(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    of_registry(monkeypatch, layer)
+    monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "of a test", Attends())
+    found = "layer.self_attn.config registry ALL_ATTENTION_FUNCTIONS of a test"
+    return f"{found}.__class__.__call__ global attends global FOUND['by a patch']"
+
+
+def of_file_partial(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", functools.partial(rotates))
+    return "layer.__class__ file apply_rotary_pos_emb code func global FOUND['by a patch']"
+
+
+def of_property(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    def get(self: nn.Module) -> Any:
+        FOUND["by a patch"] += 1
+        return self._modules["gate_proj"]
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "up_proj", property(get), raising=False)
+    return "layer.mlp.__class__.up_proj code fget global FOUND['by a patch']"
+
+
+def of_second_base(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    """As the forwards of transformers' classifiers are in the first base, which is no module."""
+
+    class Mixin:
+        forward = forwards
+
+    class Layer(Mixin, modeling_llama.LlamaMLP):
+        pass
+
+    Mixin.__module__ = Layer.__module__ = modeling_llama.__name__
+    layer.mlp = Layer(layer.self_attn.config)
+    return "layer.mlp.__class__.forward global FOUND['by a patch']"
+
+
+def of_base_of_ones_own(monkeypatch: pytest.MonkeyPatch, layer: Any) -> str:
+    class First(nn.Module):
+        pass
+
+    class Second(nn.Module):
+        forward = forwards
+
+    class Both(First, Second):
+        pass
+
+    layer.mlp = Both()
+    return "layer.mlp.__class__ code __bases__[1].forward global FOUND['by a patch']"
+
+
+PATCHES = [of_registry, of_file, of_class, of_object, of_decorated, of_registered_partial, of_registered_object]
+PATCHES += [of_file_partial, of_property, of_second_base, of_base_of_ones_own]
+
+
+@pytest.mark.parametrize("patch", PATCHES)
 def test_what_code_of_the_user_in_a_package_leaves_is_found_and_put_back(
     monkeypatch: pytest.MonkeyPatch, patch: Any
 ) -> None:
     """Code with which a user patches a package was skipped as code of the package, so a number that it leaves was not
-    on stages without the layer."""
+    on stages without the layer. So were partials, properties and objects, and all bases of a class but the first."""
     config = LlamaConfig(hidden_size=16, intermediate_size=16, num_attention_heads=2)
     layer = modeling_llama.LlamaDecoderLayer(config, 0)
     place = patch(monkeypatch, layer)
