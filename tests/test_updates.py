@@ -419,6 +419,31 @@ def test_noise_that_begins_later_is_refused_on_every_rank(pool: Pool) -> None:
     assert pool.run(noisy_later, 2, timeout=120) == [5, 5]
 
 
+def noisy_replicas(is_seeded: bool, what: str) -> list[str]:
+    """What is told of replicas without stages, whose loop writes random numbers to gradients, or to weights."""
+    told, sides = listening(), Sides({"dp_size": 2}, sgd)
+    generator = torch.Generator().manual_seed(7 if is_seeded else 7 + dist.get_rank())
+    for step in range(5):
+        sides.split_loss(sides.batches(step))
+        for gradient in gradients(of_optimizer(sides.optimizer)) if what == "gradients" else ():
+            gradient.add_(torch.randn(gradient.shape, generator=generator), alpha=0.01)
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+        if what == "weights" and step == 3:
+            nn.init.normal_(sides.model.head.bias, generator=generator)
+    return [text for text in told if "replicas of" in text]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("what", "name"), [("gradients", "embed.weight"), ("weights", "head.bias")])
+def test_random_numbers_that_differ_between_replicas_are_warned_of(pool: Pool, what: str, name: str) -> None:
+    """A script seeded each rank with seed + rank, and its loop added noise to gradients or reinitialized a layer: the
+    replicas trained different models from then on, silently."""
+    told = {text for texts in pool.run(noisy_replicas, 2, False, what, timeout=120) for text in texts}
+    assert len(told) == 1 and f"have different values of {name}" in told.pop()
+    assert pool.run(noisy_replicas, 2, True, what, timeout=120) == [[], []]
+
+
 def draws_batches() -> list[str]:
     """A loop that clamps gradients within a window of two batches, and draws random numbers for each batch; after some
     updates, it divides the gradients of one stage by a constant."""

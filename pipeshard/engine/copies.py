@@ -4,6 +4,7 @@ A weight may have an fp32 master weight in addition to its 16-bit parameter, a c
 on the device, or a copy on each replica.
 """
 
+import logging
 from collections.abc import Mapping
 from itertools import compress
 from operator import attrgetter
@@ -19,6 +20,8 @@ from pipeshard.engine.zero import share_updates
 from pipeshard.errors import UsageError
 from pipeshard.graph.writes import Noted, count_reads, is_written, note, reads, sum_of_words
 
+logger = logging.getLogger("pipeshard")
+
 VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
 UNSHARED = (
     "the loop has written to {name}, but not the same value on every replica, for example through "
@@ -26,6 +29,12 @@ UNSHARED = (
     "weights that this replica updates. model(...) would compute with different weights on each replica: write to "
     "model.parameters() on every rank, or use booster.execute_pipeline(...), which sends writes to the other replicas, "
     "as optimizer.train() and optimizer.eval() do"
+)
+DRIFTED = (
+    "the data-parallel replicas of %s have different values of %s at step %d, so each replica trains another model, "
+    "and a save contains the first replica's. Your loop must write the same random numbers to weights and gradients "
+    "on all replicas, and no values of one replica's batch: seed the generator with the same number on every rank "
+    "(torch.manual_seed(0)), or sum the values over the ranks with torch.distributed.all_reduce"
 )
 
 
@@ -44,6 +53,7 @@ class WeightCopies:
         self._watched: list[MasterWeight] = []
         self._tensors: list[Tensor] = []
         self._locals: list[Tensor] = []
+        self._has_drifted = False  # whether replicas had different values at a comparison
         self._has_frozen: bool | None = None  # whether a weight was frozen at boost: the same on all replicas
 
     def watch(self) -> None:
@@ -137,6 +147,19 @@ class WeightCopies:
             sums = gather(sum_of_words(value), self._grid.replicas)
             if bool((sums != sums[0]).any()):
                 raise UsageError(UNSHARED.format(name=weight.name))
+
+    def warn_of_drift(self, steps: int) -> None:
+        """Without ZeRO, which shares updates, warn once if the replicas have different values of a trained weight after
+        this number of steps. Reads all weights. Call it on all ranks."""
+        trained = {name: weight for name, weight in self._weights.items() if weight.parameter.requires_grad}
+        if self.zero or self._has_drifted or not trained:
+            return
+        own = torch.stack([sum_of_words(weight.parameter) for weight in trained.values()])
+        sums = gather(own.cpu(), self._grid.replicas)
+        differing = [*compress(trained, (sums != sums[0]).any(dim=0).tolist())]
+        self._has_drifted = bool(differing)
+        if differing and self._grid.replica == 0:
+            logger.warning(DRIFTED, self._grid.named(self._grid.mesh.rank), min(differing), steps)
 
     def take_values(self) -> None:
         """Copy the updated values to the parameters on this rank. An optimizer with its own list of parameters (LBFGS)

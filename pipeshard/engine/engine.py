@@ -44,6 +44,7 @@ from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.stages import Stages
 from pipeshard.engine.traces import Doubt, FoundWays, Traces
+from pipeshard.engine.updates import is_sampled
 from pipeshard.errors import UsageError, listed
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
@@ -287,6 +288,8 @@ class Pipeline:
             self.gradients.copies.share()
         if agreed.news & TRAINED:
             self._share_trained(trained, problems)
+        if train and self.grid.dp_size > 1 and not self.config.fsdp and self.steps and is_sampled(self.steps):
+            self.gradients.copies.warn_of_drift(self.steps)
         if train and self.trainable and not agreed.news & TRAINS:
             raise UsageError(
                 "there is nothing to train: every trainable parameter was frozen (requires_grad=False) after the model "
