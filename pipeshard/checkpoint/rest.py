@@ -8,8 +8,7 @@ from typing import Any
 from pipeshard.checkpoint.random_state import check_random_state, random_state
 from pipeshard.checkpoint.state_folder import SCHEDULER, by_name
 from pipeshard.checkpoint.untrusted import load_plain, plain
-from pipeshard.data.order import is_equal
-from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.collectives import encode, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
@@ -45,8 +44,8 @@ def positions_of(position: Any, grid: Grid) -> dict[str, Any]:
     """The entry of training.pt for the positions of all replicas, if these differ. Call it on all ranks, with the
     result of `own_position`."""
     positions = gather_objects(position, grid.replicas)
-    read = [position for position in positions if position is not None]
-    return {} if all(is_equal(read[0], other) for other in read) else {POSITIONS: positions}
+    different = {encode(position) for position in positions if position is not None}
+    return {POSITIONS: positions} if len(different) > 1 else {}
 
 
 def saved_position(rest: dict[str, Any], grid: Grid) -> Any:

@@ -246,7 +246,7 @@ class File:
         self.file, self.at = file, at
 
     def state_dict(self) -> dict[str, Any]:
-        return {"file": self.file, "at": self.at}
+        return {"file": self.file, "at": self.at, "order": torch.arange(4)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.file, self.at = state["file"], state["at"]
@@ -256,12 +256,12 @@ def own_files(folder: Path, files: list[str], use_async: bool | None) -> dict[st
     """This rank's position in its replica's file, after a save, or (with None) a load."""
     split = Split(zoo.build("gpt2"), 1, zoo.batch("gpt2"), num_microbatches=2)
     rank = dist.get_rank()
-    loader = File(files[rank], 3 * rank if use_async is not None else 0)
+    loader = File(files[rank], 3 * len(files[rank]) if use_async is not None else 0)
     if use_async is not None:
         save_training_state(folder, 1, split.model, split.optimizer, None, loader, use_async=use_async)
     else:
         load_training_state(folder, split.model, split.optimizer, None, loader)
-    return loader.state_dict()
+    return {"file": loader.file, "at": loader.at}
 
 
 @pytest.mark.turns
@@ -269,13 +269,15 @@ def own_files(folder: Path, files: list[str], use_async: bool | None) -> dict[st
 def test_each_replica_goes_on_in_its_own_file(pool: Pool, tmp_path: Path, use_async: bool) -> None:
     """Only rank 0's position was saved: after a resume, all replicas silently read rank 0's file from rank 0's place.
     In another number of replicas, one position of several is now refused."""
-    saved = pool.run(own_files, 2, tmp_path, ["a", "b"], use_async)
-    assert saved == [{"file": "a", "at": 0}, {"file": "b", "at": 3}]
-    assert pool.run(own_files, 2, tmp_path, ["a", "b"], None) == saved
+    saved = pool.run(own_files, 2, tmp_path, ["a", "bb"], use_async)
+    assert saved == [{"file": "a", "at": 3}, {"file": "bb", "at": 6}]
+    assert pool.run(own_files, 2, tmp_path, ["a", "bb"], None) == saved
     with pytest.raises(
         WorkerError, match=r"dataloaders of 2 replicas .* this run has dp_size=1: resume with dp_size=2"
     ):
         pool.run(own_files, 1, tmp_path, ["a"], None)
+    same = pool.run(own_files, 2, tmp_path / "same", ["a", "a"], use_async)
+    assert pool.run(own_files, 1, tmp_path / "same", ["a"], None) == same[:1]
 
 
 def at_an_epoch_s_end(folder: Path) -> None:
