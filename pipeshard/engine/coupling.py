@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from pipeshard.distributed.collectives import local
 from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
-from pipeshard.engine.rounding import writes as writes_of
 from pipeshard.engine.updates import Updates, is_sampled
 from pipeshard.ghost import Ghost
 from pipeshard.graph.operators import COLLECTIVES, SCALAR, draws, mutated, tensors_in
@@ -56,8 +55,7 @@ class Coupling:
     """Watches the training loop between its calls to pipeshard, in the first updates of a model and in updates whose
     number is a power of two. Without an optimizer, calls to pipeshard are counted instead of updates. Tags are kept per
     storage, as in a trace (graph/taint.py). If a storage contains several watched tensors, each has its own tags.
-    Writes to 16-bit parameters that are rounded away are also reported (rounding.py). Deleting the model ends the
-    watch."""
+    Deleting the model ends the watch."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
@@ -67,8 +65,6 @@ class Coupling:
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
         self._read, self._has_read = set[str](), False  # parameters that Python has read; whether some are missing
-        self._low: dict[tuple[int, int], str] = {}  # the 16-bit parameters that have a master weight
-        self._lost = ""  # a message about a write to one of them that was rounded away
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), Readers(self)
@@ -107,9 +103,6 @@ class Coupling:
             insort(self._starts.setdefault(storage_of(tensor), []), int(tensor.storage_offset()))
         for name, tensor in self._places():
             self._set(tensor, frozenset({name}))
-        trained = (weight for each in self._optimizers for weight in each.weights.values())
-        low = (weight for weight in trained if weight.master.dtype is not weight.parameter.dtype)
-        self._low, self._lost = {self._key(local(weight.parameter)): weight.name for weight in low}, ""
         self.is_watching = True
         end_of_deleted()
         enter_below(*self._modes)
@@ -130,7 +123,7 @@ class Coupling:
             for tag in tags:
                 if isinstance(tag, Number):
                     self._updates.numbered.setdefault(name, set()).add(tag.value)
-        self._updates.found = self._updates.found or self._drawn_in(self._values(), "{name}") or self._lost
+        self._updates.found = self._updates.found or self._drawn_in(self._values(), "{name}")
         self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
 
     def _drawn_in(self, places: Iterable[tuple[str, Tensor]], changed: str) -> str:
@@ -184,10 +177,7 @@ class Coupling:
         """Call an operator of the loop, and propagate tags from the tensors that the operator reads to the tensors that
         it writes."""
         drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NOTHING
-        writes = writes_of(func, args, kwargs, self._is_low) if self._low and not self._lost else []
         result = func(*args, **kwargs)
-        for tensor in (write.tensor for write in writes if write.is_lost):
-            self._note_lost(func, tensor)
         inputs = [*args, *kwargs.values()]
         written = [*tensors_in([result]), *mutated(func, args, kwargs)]
         if func.namespace in COLLECTIVES:
@@ -198,20 +188,6 @@ class Coupling:
         else:
             self._follow(func, inputs, written, drawn)
         return result
-
-    def _is_low(self, tensor: Tensor) -> bool:
-        """Whether a tensor is, or views, a 16-bit parameter that has a master weight."""
-        name = self._low.get(key := self._key(local(tensor)))
-        return name is not None and key == self._key(local(self._weights[name].parameter))  # the loop may set `data`
-
-    def _note_lost(self, func: Any, tensor: Tensor) -> None:
-        """Record that an operator's changes of a 16-bit parameter were rounded away."""
-        self._lost = self._lost or LOST.format(
-            function=func._overloadpacket.__name__,
-            name=self._low[self._key(tensor)],
-            rank=self._grid.named(self._grid.mesh.rank),
-            dtype=tensor.dtype,
-        )
 
     def _follow_each(self, func: Any, inputs: Sequence[Any], result: Any, written: Sequence[Tensor]) -> None:
         """Propagate tags through a foreach or fused operator, which combines only tensors at the same index of its
@@ -313,11 +289,6 @@ DRAWN = (
     "several parameters in turn, but not for {rest}, which another rank trains. The numbers therefore differ from "
     "those of a single process. Use a separate torch.Generator().manual_seed(...) for each parameter, seeded with the "
     "parameter's name and the step"
-)
-LOST = (
-    "The training loop called {function} on {name} ({dtype}) on {rank}, but most of the changes are smaller than the "
-    "precision of this dtype, and were rounded away. Modify the fp32 tensors in optimizer.param_groups instead: the "
-    "next forward uses them"
 )
 
 

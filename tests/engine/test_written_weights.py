@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests import zoo
 from tests.hunt.loops import LAYOUTS, Sides
 from tests.hunt.nets import data
 from tests.pool import Pool, WorkerError
-from tests.test_updates import listening
 from tests.unsplit import Split, largest_error
 
 pytestmark = pytest.mark.local
@@ -692,81 +690,3 @@ def test_data_that_is_assigned_to_a_sharded_parameter_is_used(pool: Pool) -> Non
     assert pool.run(evaluates_the_average, 2, timeout=120) == [[]] * 2
     pool.run(exchanges_slices, 2, tp_size=2, timeout=120)
     pool.run(exchanges_slices, 2, tp_size=2, precision="bf16", timeout=120)
-
-
-Write = Callable[[list[Tensor]], Any]  # a loop's write to parameters
-
-
-def by_a_little(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.mul_(1 - 1e-4)
-
-
-def by_a_little_at_once(parameters: list[Tensor]) -> None:
-    torch._foreach_mul_([parameter.data for parameter in parameters], 1 - 1e-4)
-
-
-def towards_an_average(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.lerp_(torch.zeros_like(parameter), 1e-4)
-
-
-LOST: dict[str, Write] = {"decay": by_a_little, "foreach": by_a_little_at_once, "average": towards_an_average}
-
-
-def exchanges(parameters: list[Tensor]) -> None:
-    before = [parameter.clone() for parameter in parameters]
-    for parameter, value in zip(parameters, before):
-        parameter.mul_(0.5)
-        parameter.copy_(value)
-
-
-def clamps_at_most(parameters: list[Tensor]) -> None:
-    """Changes no element, as it would in fp32."""
-    for parameter in parameters:
-        parameter.clamp_(-100, 100).mul_(torch.clamp(100 / parameter.norm(), max=1.0)).add_(0.0)
-
-
-def decays_much(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.mul_(0.9)
-
-
-KEPT: dict[str, Write] = {"exchange": exchanges, "clamp": clamps_at_most, "decay": decays_much}
-
-
-def written(layout: dict[str, Any], write: Write, through_groups: bool = False) -> tuple[list[str], float]:
-    """The warnings of a loop that writes after each update, and by which factor the fp32 values changed at most."""
-    told = listening()
-    sides = Sides({"precision": "bf16", **layout}, lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
-    before = [master.detach().clone() for master in of_groups(sides.optimizer)]
-    for step in range(3):
-        sides.split_loss(sides.batches(step))
-        sides.optimizer.step()
-        sides.optimizer.zero_grad()
-        with torch.no_grad():
-            write(of_groups(sides.optimizer) if through_groups else trained(sides))
-    sides.split_loss(sides.batches(3))
-    factors = [(master / value).nan_to_num(1.0) for master, value in zip(of_groups(sides.optimizer), before)]
-    return [text for text in told if "rounded away" in text], min(float(factor.min()) for factor in factors)
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("name", LOST)
-def test_a_write_that_16_bits_round_away_is_warned_of_once(pool: Pool, name: str) -> None:
-    """A loop decayed bf16 parameters by 1e-5 per step, which changed no element, and so no fp32 value: there was no
-    decay, silently, although parameters may be modified between steps. In the optimizer's groups, the same is exact."""
-    for layout in ({}, {"dp_size": 2, "zero_stage": 1}, {"precision": "fp16"}):
-        results = pool.run(written, 2 * layout.get("dp_size", 1), layout, LOST[name], timeout=120)
-        texts = {text for told, _ in results for text in told}
-        assert len(texts) == 1 and re.search(r"called \w+_ on .* on rank . .*optimizer\.param_groups", texts.pop())
-        assert all(len(told) <= 1 and factor == 1.0 for told, factor in results)
-    for told, factor in pool.run(written, 2, {}, LOST[name], True, timeout=120):
-        assert told == [] and factor == pytest.approx((1 - 1e-4) ** 3, abs=1e-6)
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("name", KEPT)
-def test_a_write_that_16_bits_keep_is_not_warned_of(pool: Pool, name: str) -> None:
-    """A clamp with nothing to clamp, and weights that are put back, also change no element."""
-    assert [told for told, _ in pool.run(written, 2, {}, KEPT[name], timeout=120)] == [[], []]
