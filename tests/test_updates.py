@@ -318,6 +318,33 @@ def test_an_overflow_of_a_parameter_in_no_optimizer_skips_no_later_step(pool: Po
     assert pool.run(overflows_untrained, 2, layout, timeout=120) == [[True, False, False, False]] * 2
 
 
+def overflows_untrained_and_clips(layout: dict[str, Any]) -> list[tuple[bool, bool, float]]:
+    """Of steps of which the second overflows in the embedding, which no optimizer trains, after `clip_grad_by_norm`:
+    whether it was skipped, whether a weight changed, and the loss scale."""
+    sides = Sides(layout, lambda model: sgd(model.layers), precision="fp16", initial_scale=1024.0)
+    scaling, seen = sides.engine.model.pipeline.scaling, []
+    for step in range(3):
+        before = values(sides.model)
+        sides.split_loss(sides.batches(step))
+        for gradient in gradients([sides.model.embed.weight]) if step == 1 else ():
+            gradient.fill_(torch.inf)
+        sides.optimizer.clip_grad_by_norm(1.0)
+        sides.optimizer.step()
+        has_changed = any(not now.equal(then) for now, then in zip(values(sides.model), before))
+        seen.append((sides.optimizer.skipped, has_changed, scaling.value))
+        sides.model.zero_grad()
+    return seen
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("layout", [{}, {"dp_size": 2, "zero_stage": 1}])
+def test_an_overflow_that_clip_grad_by_norm_counts_skips_the_step(pool: Pool, layout: dict[str, Any]) -> None:
+    """The norm of all gradients was infinite, so clip_grad_by_norm multiplied the layers' gradients by 0. These were
+    finite, so the step updated the layers by their momentum alone, and did not reduce the loss scale."""
+    expected = [(False, True, 1024.0), (True, False, 512.0), (False, True, 512.0)]
+    assert pool.run(overflows_untrained_and_clips, 2, layout, timeout=120) == [expected] * 2
+
+
 def overflows_always() -> list[str]:
     """The warnings of steps whose gradients are never finite. zero_grad clears those of the layers only."""
     told = listening()

@@ -239,8 +239,8 @@ class ModelGradients:
             elif self.scaling is not None:
                 self.norm = checked = self.total(2.0)
                 self.norm_type = 2.0
-                if not torch.isfinite(checked):  # perhaps only gradients that no optimizer uses or clears
-                    checked = self.total(2.0, self.updated)
+                if before[0] is None and not torch.isfinite(checked):  # a loop's own clipping counts all gradients
+                    checked = self.total(2.0, self.updated)  # no optimizer uses or clears the others
             if self.scaling is not None:
                 self.overflow = not bool(torch.isfinite(checked))
                 if self.overflow:
