@@ -180,6 +180,26 @@ def test_a_norm_of_the_only_layer_of_a_stage_is_refused_with_a_remedy(pool: Pool
     assert "To clip layers.3 by its own norm, use fewer stages: this stage trains only layers.3" in refused[0]
 
 
+def norm_of_all_layers(layout: dict[str, Any]) -> str:
+    """The error of the norm of this rank's part of a group that contains all layers."""
+    sides = Sides(layout, lambda model: sgd(model.layers))
+    sides.model.embed.requires_grad_(False)
+    sides.model.head.requires_grad_(False)
+    sides.split_loss(sides.batches(0))
+    with pytest.raises(UsageError, match=r"which another (rank|replica).*max_norm=") as refused:
+        clip_grad_norm_(sides.optimizer.param_groups[0]["params"], 0.01)
+    return str(refused.value)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("layout", [{}, {"dp_size": 2, "zero_stage": 1}])
+def test_a_norm_of_a_part_of_a_module_is_not_taken_for_that_of_the_module(pool: Pool, layout: dict[str, Any]) -> None:
+    """All stages (or replicas) train some of the layers. The error said of each stage that it trains only `layers`, and
+    advised to use fewer stages, even with one stage."""
+    for refused in pool.run(norm_of_all_layers, 2, layout, timeout=120):
+        assert "fewer stages" not in refused
+
+
 def loss_scale() -> None:
     sides = Sides({}, sgd, precision="fp16")
     sides.split_loss(sides.batches(0))

@@ -105,17 +105,21 @@ class NormGuard(Guard):
             is_lacking = elsewhere and elsewhere.isdisjoint(names.values())
             if here and is_lacking and all(id(parameter) in chosen for parameter in here):
                 name = names.get(held[0], "a parameter")
-                raise UsageError(_problem(function, gradients, name, min(elsewhere)) + _apart([*names.values()], name))
+                apart = _apart(gradients, [*names.values()], elsewhere)
+                raise UsageError(_problem(function, gradients, name, min(elsewhere)) + apart)
 
 
 GUARD = NormGuard()
 
 
-def _apart(names: Sequence[str], name: str) -> str:
-    """How to compute the norm of only these parameters, if they are one parameter or may be one module."""
+def _apart(gradients: ModelGradients, names: Sequence[str], elsewhere: frozenset[str]) -> str:
+    """How to compute the norm of only these parameters, if they are one parameter, or all of a stage's and may be one
+    module. `elsewhere` are parameters of other stages or replicas."""
     if len(names) == 1:
-        return f". For the norm of {name} alone, pass the tensor instead of a list"
-    if not (module := commonpath(each.replace(".", "/") for each in names).replace("/", ".")):
+        return f". For the norm of {names[0]} alone, pass the tensor instead of a list"
+    module = commonpath(name.replace(".", "/") for name in names).replace("/", ".")
+    trained = {name for name, weight in gradients.weights.items() if weight.parameter.requires_grad}
+    if not module or trained.difference(names) or any(name.startswith(f"{module}.") for name in elsewhere):
         return ""
     return (
         f". To clip {module} by its own norm, use fewer stages: this stage trains only {module}, so this norm cannot "
