@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,37 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     ]
     for messages in pool.run(mistakes, 2):
         assert_told(messages, expected)
+
+
+class Unreadable(Iterator[Any]):
+    """Batches of which one cannot be read."""
+
+    def __init__(self, count: int, bad: int | None) -> None:
+        self.batches = iter([zoo.batch("gpt2", seed=seed) for seed in range(count)])
+        self.bad, self.count = bad, 0
+
+    def __next__(self) -> Any:
+        self.count += 1
+        batch = next(self.batches)
+        if self.count - 1 == self.bad:
+            raise OSError("the file cannot be read")
+        return batch
+
+
+def one_rank_cannot_read() -> str:
+    split = Split(zoo.build("gpt2"), dist.get_world_size(), zoo.batch("gpt2"), num_microbatches=2)
+    batches = Unreadable(4, bad=0 if dist.get_rank() else None)
+    with pytest.raises((PipeshardError, OSError)) as caught:
+        split.plugin.execute_pipeline(batches, split.model, None, split.optimizer, num_batches=2)
+    split.plugin.execute_pipeline(batches, split.model, None, split.optimizer, num_batches=2)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_read_a_batch_reads_the_others_of_the_step(pool: Pool) -> None:
+    """With num_batches=2, the rank on which the first batch failed had read one batch less than the others, and each
+    later step of the epoch was refused, because its batches differed."""
+    for message in pool.run(one_rank_cannot_read, 2):
+        assert "the file cannot be read" in message
 
 
 def contract() -> None:

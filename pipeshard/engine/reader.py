@@ -195,7 +195,7 @@ class Reader:
         batches: list[Batch] | Exception
         parts = 0
         try:
-            batches = [self._read(data_iter) for _ in range(count)]
+            batches = self._read_all(data_iter, count)
             parts = sum(map(len, self.cut(batches)))
         except Exception as error:  # an error of any kind must be sent to the other ranks
             batches = error
@@ -221,6 +221,19 @@ class Reader:
     def first(self, agreement: Agreement) -> int:
         """The index of this replica's first microbatch among the microbatches of all replicas."""
         return sum(agreement.parts[: self.grid.replica])
+
+    def _read_all(self, data_iter: Iterator[Any], count: int) -> list[Batch]:
+        """Read `count` batches, also after an error: the other ranks, on which no batch failed, read all of them."""
+        batches: list[Batch] = []
+        errors: list[Exception] = []
+        for _ in range(count):
+            try:
+                batches.append(self._read(data_iter))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return batches
 
     def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):
