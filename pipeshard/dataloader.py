@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,21 @@ from pipeshard.data.order import Order, packed, refuse_unseeded
 from pipeshard.data.place import OVER, LoaderPlace, Peekable
 from pipeshard.data.seeded import KeyedSampler, SeededCollate, SeededSamples
 from pipeshard.data.share import Share, SharedCollate, SharedSampler, SharedStream, length_of
-from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, counted
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, counted, summary
 from pipeshard.graph.rng import Draws
 
 logger = logging.getLogger("pipeshard")
+
+
+class Failed(NamedTuple):
+    """An error in place of a batch, so that `Peekable` can look ahead without losing it."""
+
+    error: Exception
+
+    @property
+    def has_read_nothing(self) -> bool:
+        """Whether the workers exceeded `timeout`, so that the next call reads the same batch."""
+        return str(self.error).startswith("DataLoader timed out")
 
 
 class Batches(Iterator[Any]):
@@ -62,11 +73,14 @@ class Batches(Iterator[Any]):
                 "from its old position: call iter(dataloader) after load_training_state, load_state_dict, set_epoch or "
                 "set_start_index"
             )
-        try:
-            batch = next(self.batches, OVER)
-        except Exception:
-            self._count()  # the next call reads the next batch, as on ranks on which this batch did not fail
-            raise
+        batch = next(self.batches, OVER)
+        if isinstance(batch, Failed):
+            if not batch.has_read_nothing:
+                self._count()  # the next call reads the next batch, as on ranks on which this batch did not fail
+            try:
+                raise batch.error
+            finally:
+                del batch  # the error refers to this frame: a cycle would keep the workers
         if batch is OVER:
             if self.is_counted and self.place.begun:
                 if not self.place.batches:
@@ -353,35 +367,61 @@ class ResumableDataLoader(DataLoader[Any]):
 
 
 class After(Iterator[Any]):
-    """The batches after the first `count`, which were read before the position was saved. No generator, which would end
-    at the first batch that raises an error."""
+    """The batches after the first `count`, which were read before the position was saved. A batch that raises an error
+    is Failed."""
 
     def __init__(self, batches: Iterator[Any], count: int, stream: Any) -> None:
         self.batches, self.count, self.stream = batches, count, stream
+        self.skipped, self.has_warned = 0, False
 
     def __next__(self) -> Any:
-        if self.count:
-            self._skip()
-        return next(self.batches)
+        last = self._skip()
+        batch = self._read()
+        if batch is OVER:
+            raise last.error if isinstance(last, Failed) else StopIteration
+        return batch
 
-    def _skip(self) -> None:
-        """Skip the first batches, also those that raise an error, as they did before the position was saved. Raises
-        CheckpointError if the stream has fewer batches."""
-        count, self.count, failure = self.count, 0, None
-        for read in range(count):
-            try:
-                next(self.batches)
-            except StopIteration:
-                raise CheckpointError(
-                    f"{type(self.stream).__name__} ended after {counted(read, 'batch')} of an epoch, but {count} had "
-                    "been read when the data position was saved. The loader restores the state that the stream had at "
-                    "the start of the epoch (its state_dict or, without one, its changed attributes with plain "
-                    "values), and reads the stream up to the position: the state must not itself be a position in the "
-                    "stream. Correct state_dict, or pass dataloader=None to load_training_state to start at the "
-                    "beginning"
-                ) from failure
-            except Exception as error:
-                failure = error
+    def _read(self) -> Any:
+        try:
+            return next(self.batches, OVER)
+        except Exception as error:
+            return Failed(error)
+
+    def _skip(self) -> Any:
+        """Skip the first batches, and return the last of them. A batch that raises an error may have done so before the
+        position was saved, so it is skipped, too, unless the stream ends there. Raises CheckpointError if the stream
+        has fewer batches."""
+        batch = None
+        while self.skipped < self.count:
+            last, batch = batch, self._read()
+            if batch is OVER:
+                raise last.error if isinstance(last, Failed) else self._ended()
+            if isinstance(batch, Failed):
+                if batch.has_read_nothing:
+                    raise batch.error
+                self._warn(batch.error)
+            self.skipped += 1
+        return batch
+
+    def _warn(self, error: Exception) -> None:
+        if not self.has_warned:
+            logger.warning(
+                "batch %d of an epoch of %s, which the loader skips because it was read before the data position was "
+                "saved, raised an error (logged for the first such batch only): %s",
+                self.skipped,
+                type(self.stream).__name__,
+                summary(error),
+            )
+        self.has_warned = True
+
+    def _ended(self) -> CheckpointError:
+        return CheckpointError(
+            f"{type(self.stream).__name__} ended after {counted(self.skipped, 'batch')} of an epoch, but {self.count} "
+            "had been read when the data position was saved. The loader restores the state that the stream had at the "
+            "start of the epoch (its state_dict or, without one, its changed attributes with plain values), and reads "
+            "the stream up to the position: the state must not itself be a position in the stream. Correct "
+            "state_dict, or pass dataloader=None to load_training_state to start at the beginning"
+        )
 
 
 def _refuse_shares(order: Order) -> None:

@@ -7,6 +7,7 @@ import io
 import itertools
 import logging
 import random
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,70 @@ def test_a_batch_that_raises_is_followed_by_the_next(bad: int, options: dict[str
     resumed = make(**options)
     resumed.load_state_dict(state)
     assert next(iter(resumed)).tolist() == [16, 17, 18, 19]
+
+
+def test_a_batch_that_raises_while_its_position_is_saved_is_not_lost() -> None:
+    """state_dict() of a stream loads the next batch. If it raised, the save failed, and the batch was lost on the one
+    rank that saved: from then on, this rank was one batch ahead of the others."""
+    loader = make(dataset=Sharded(), collate_fn=collated)
+    batches = iter(loader)
+    assert [next(batches)[0], next(batches)[0]] == [0, 4]
+    assert loader.state_dict()["batches"] == 2
+    with pytest.raises(OSError, match="sample 9 cannot be read"):
+        next(batches)
+    assert next(batches).tolist() == [12, 13, 14, 15]
+    assert loader.state_dict()["batches"] == 4
+
+
+class Expired(Stream):
+    """A stream that cannot be read to its end."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(9)
+        raise OSError("the token has expired")
+
+
+@pytest.mark.parametrize("taken", [3, 4])
+def test_a_stream_that_ends_at_an_error_before_its_position_raises_it(taken: int) -> None:
+    """A resume from a stream that could no longer be read advised to correct state_dict or, if the last batch before
+    the position failed, silently ended the epoch."""
+    other = make(dataset=Expired())
+    other.load_state_dict({**other.state_dict(), "batches": taken})
+    with pytest.raises(OSError, match="the token has expired"):
+        next(iter(other))
+
+
+def test_a_batch_that_raises_before_the_position_is_skipped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The error was swallowed."""
+    other = make(dataset=Sharded(), collate_fn=collated)
+    other.load_state_dict({**other.state_dict(), "batches": 4})
+    assert next(iter(other)).tolist() == [16, 17, 18, 19]
+    assert "batch 2 of an epoch of Sharded" in caplog.text and "sample 9 cannot be read" in caplog.text
+
+
+class Slow(Stream):
+    """A stream whose batch at 4 takes longer than the loader's timeout."""
+
+    def __iter__(self) -> Iterator[int]:
+        for k in range(12):
+            if k == 4:
+                time.sleep(2.5)
+            yield k
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_a_batch_that_was_not_ready_in_time_is_not_counted(skipped: int) -> None:
+    """After the timeout of a loader, the next call reads the same batch, but it was counted twice, so that a resume
+    omitted a batch. A timeout before the position of a resume repeated one."""
+    loader = make(dataset=Slow(), num_workers=1, timeout=1, prefetch_factor=1)
+    loader.load_state_dict({**loader.state_dict(), "batches": skipped})
+    batches, read = iter(loader), []
+    while len(read) < 3 - skipped:
+        try:
+            read.append(next(batches)[0].item())
+        except RuntimeError as error:
+            assert "timed out" in str(error)
+    assert read == [0, 4, 8][skipped:] and loader.batches == 3
 
 
 def test_what_comes_before_is_not_loaded() -> None:
