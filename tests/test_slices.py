@@ -34,6 +34,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from pipeshard.batch.batch import Batch
+from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.cuts import Cuts
 from pipeshard.errors import BatchError, PipeshardError
@@ -44,8 +45,10 @@ from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.slices import SLICED, number_of_slices, sliced
 from pipeshard.slices.attention import Attention, lower_right
 from pipeshard.slices.cache import Keys
-from pipeshard.slices.cut import Joint, cut, lengths, shortened
+from pipeshard.slices.cut import Joint, cut, lengths, shortened, with_padding
 from pipeshard.slices.states import Grown
+from pipeshard.verify import decide
+from pipeshard.verify.proof import Proof, prove
 from tests import zoo
 from tests.parity.command import outcomes
 from tests.parity.entries import find
@@ -232,7 +235,8 @@ def refused(
 ) -> str:
     """What boost, or a step on a later batch, says."""
     try:
-        split = Split(model, dist.get_world_size(), data, num_microbatches=2, num_slices=3, **options)
+        options = {"num_microbatches": 2, "num_slices": 3} | options
+        split = Split(model, dist.get_world_size(), data, **options)
         split.backward(later or data)
     except PipeshardError as error:
         return f"{type(error).__name__}: {error}"
@@ -414,6 +418,42 @@ def test_padding_on_which_the_proof_fails_is_refused(pool: Pool) -> None:
     the model's own, whose code is right."""
     (said,) = pool.run(with_padding_later, 1)
     assert said.startswith("BatchError: num_slices: this batch has padding, and slices of Zeroed with padding could")
+
+
+def with_unproven_padding(kind: str) -> str:
+    data = zoo.batch("llama", rows=1, length=40, seed=0)
+    data["labels"][:, 8:] = -100
+    later = {**data, "attention_mask": (torch.arange(40) < 20).long()[None]}
+    if kind == "padded sample":
+        return refused(small_llama(), later, num_microbatches=1)
+    runs = []
+
+    def hurried(*given: Any) -> Proof:
+        runs.append(given)
+        return prove(*given[:6], 0.0 if len(runs) == 2 else given[6], *given[7:])
+
+    with mock.patch.object(decide, "prove", hurried):
+        said = refused(small_llama(), data_of("llama", 12, 0), data_of("llama", 12, 0, is_padded=True))
+    assert len(runs) == 2
+    return said
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["padded sample", "time limit"])
+def test_padding_that_the_unsplit_model_cannot_compare_is_not_refused(pool: Pool, kind: str) -> None:
+    """The proof's own padding covered all labels of one sample, so the unsplit model's loss was NaN, or its time was
+    over: exact runs were refused with their first padded batch."""
+    assert pool.run(with_unproven_padding, 1, kind) == ["not refused"]
+
+
+def test_padding_of_the_proof_leaves_labels() -> None:
+    """Padding on the left covered all labels of a sample, and a loss of no labels is NaN."""
+    mask, labels = torch.ones(1, 40, dtype=torch.int64), torch.full((1, 40), -100)
+    labels[:, :8] = 1
+    data = {"input_ids": torch.ones_like(labels), "attention_mask": mask, "labels": labels}
+    padded = with_padding(read_batch(small_llama(), data), 0)
+    assert padded.tensors["labels"].equal(labels)
+    assert padded.tensors["attention_mask"].sum() == 30
 
 
 LONG: dict[str, tuple[Any, Any, dict[str, Any]]] = {

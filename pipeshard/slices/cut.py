@@ -131,23 +131,34 @@ def shortened(batch: Batch, most: int, is_flash: bool = False) -> Batch:
     if total <= most:
         return batch
     starts = range(0, total - most + 1, most)
-    wanted = [
-        leaf for path, leaf in batch.tensors.items() if path in targets(batch.paths) and leaf.shape[1:2] == (total,)
-    ]
-
-    def labels_from(start: int) -> int:
-        return sum(int(leaf[:, start : start + most].ne(IGNORED).sum()) for leaf in wanted)
-
-    start = max(starts, key=labels_from)
+    start = max(starts, key=lambda start: _num_labels(batch, start, start + most))
     sizes = [size for size in (start, most, total - start - most) if size]
     return cut(batch, sizes, is_flash)[1 if start else 0]
 
 
+def _num_labels(batch: Batch, start: int, end: int) -> int:
+    """The number of labels between two positions that are not ignored."""
+    leaves = (batch.tensors[path] for path in targets(batch.paths) if path in batch.tensors)
+    total = sequence_of(batch)
+    return sum(int(leaf[:, start:end].ne(IGNORED).sum()) for leaf in leaves if leaf.shape[1:2] == (total,))
+
+
 def with_padding(batch: Batch, token: int | None) -> Batch:
     """A copy of the batch in which a quarter of the positions of every other sample are padding with ignored labels,
-    alternately on the left and on the right."""
+    alternately on the left and on the right. It begins on the right if otherwise no label would remain, as the mean
+    loss of no labels is NaN."""
     total = sequence_of(batch)
     count = max(1, total // 4)
+    left, right = slice(0, count), slice(total - count, total)
+    padded = _filled(batch, token, left, right)
+    lost_all = _num_labels(batch, 0, total) and not _num_labels(padded, 0, total)
+    return _filled(batch, token, right, left) if lost_all else padded
+
+
+def _filled(batch: Batch, token: int | None, first: slice, third: slice) -> Batch:
+    """A copy of the batch with padding at the positions `first` of samples 0, 4, 8, ..., and `third` of samples 2, 6,
+    10, ..."""
+    total = sequence_of(batch)
     fillings = {IDS: token, MASK: 0, **dict.fromkeys(targets(batch.paths), IGNORED)}
 
     def fill(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -155,8 +166,8 @@ def with_padding(batch: Batch, token: int | None) -> Batch:
         if filling is None or leaf.ndim != 2 or leaf.shape[1] != total or dim != 0 or leaf.is_floating_point():
             return leaf
         filled = leaf.clone()
-        filled[0::4, :count] = filling
-        filled[2::4, total - count :] = filling
+        filled[0::4, first] = filling
+        filled[2::4, third] = filling
         return filled
 
     return batch.map(fill)

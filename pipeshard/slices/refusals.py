@@ -60,16 +60,20 @@ def refuse_cacheless(model: nn.Module, trains: bool = False) -> None:
 
 def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None:
     """Raise BatchError for a batch with padding, unless `why` is empty. `why` says how padded slices differ from whole
-    sequences, or that they could not be compared."""
-    token = padding_token(model)
-    for tensors in (batch.tensors for batch in batches if why):
-        mask, ids = tensors.get(MASK), tensors.get(IDS)
-        is_padded = mask is not None and not bool(mask.all())
-        if is_padded or (mask is None and token is not None and ids is not None and bool((ids == token).any())):
-            raise BatchError(
-                f"num_slices: this batch has padding, and slices of {type(model).__name__} with padding {why}. "
-                "Use samples of equal length in each batch, or num_slices=1"
-            )
+    sequences, or that they fail."""
+    if why and any(is_padded(model, batch) for batch in batches):
+        raise BatchError(
+            f"num_slices: this batch has padding, and slices of {type(model).__name__} with padding {why}. "
+            "Use samples of equal length in each batch, or num_slices=1"
+        )
+
+
+def is_padded(model: nn.Module, batch: Batch) -> bool:
+    """Whether a batch has padding, by its mask or, without a mask, by its tokens."""
+    mask, ids, token = batch.tensors.get(MASK), batch.tensors.get(IDS), padding_token(model)
+    if mask is not None:
+        return not bool(mask.all())
+    return token is not None and ids is not None and bool((ids == token).any())
 
 
 def attention_slope(model: nn.Module) -> float:

@@ -36,6 +36,7 @@ from pipeshard.planner.memory import format_bytes
 from pipeshard.private import disable_current_modes, has_global_backward_hooks
 from pipeshard.schedule.given import name_of
 from pipeshard.slices.cut import shortened, with_padding
+from pipeshard.slices.refusals import is_padded
 from pipeshard.split.packed import Packed
 from pipeshard.verify.passed import passed
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Large, Proof, prove
@@ -104,8 +105,8 @@ def prove_at_boost(
     """Prove a model on the first rank, if `config.verify` requests it or inside `alone()`. Call it on every rank before
     sharding.
 
-    Returns a message that describes how slices of padded samples differ from whole samples, or why they could not be
-    compared; "" if no difference was found. On all ranks, raises VerificationError if the split model differs or
+    Returns a message that describes how slices of padded samples differ from whole samples, or that they fail; "" if
+    neither was found. On all ranks, raises VerificationError if the split model differs or
     samples depend on each other, BatchError if a microbatch does not run by itself, ConfigurationError if slices could
     not be compared or the model has batch norms that normalize slices, and Proven inside `alone()`.
     """
@@ -174,7 +175,7 @@ def prove_at_boost(
             return made
         padded = with_padding(with_mask(model, tried[0], config.batch_dims or {}), padding_token(model))
         of_padded = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
-        return replace(made, padding=_of_padding(of_padded))
+        return replace(made, padding=_of_padding(of_padded, is_padded(model, tried[0])))
 
     proof = _on_first(grid, work)
     name = type(model).__name__ + (f" (a copy with {proof.smaller})" if proof.smaller else "")
@@ -231,11 +232,12 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
     )
 
 
-def _of_padding(proof: Proof) -> str:
-    """The end of the sentence "slices with padding ...", or "" if the proof of padded samples found no difference."""
+def _of_padding(proof: Proof, other_runs: bool) -> str:
+    """The end of the sentence "slices with padding ...", or "" if the proof of padded samples does not show that slices
+    are the cause of a difference or an error. `other_runs` is whether slices run with the sample's own padding."""
     if proof.kind == DIFFERENT:
         return f"do not train the same as whole sequences: {proof.reason}"
-    if proof.kind == UNPROVEN:
+    if proof.one_sided and not other_runs:
         return f"could not be compared with whole sequences (verify=False skips this check): {proof.reason}"
     return ""
 

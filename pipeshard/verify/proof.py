@@ -54,8 +54,8 @@ class Proof:
     other, so that microbatches do not give the result of the batch. `moving`: state that changes with each microbatch,
     as in gradient accumulation. `dependent`: whether a microbatch does not run by itself, because of the error `cause`.
     `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
-    with padding differ from whole samples, or why they could not be compared. `remedy`: advice for an unproven model,
-    or "".
+    with padding differ from whole samples, or that they fail. `remedy`: advice for an unproven model, or "".
+    `one_sided`: whether the split model raised an error on samples on which the unsplit model runs.
     """
 
     kind: str
@@ -71,6 +71,7 @@ class Proof:
     smaller: str = ""
     padding: str = ""
     remedy: str = ""
+    one_sided: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,12 @@ def prove(
         except Uncopyable as error:
             made = Proof(UNPROVEN, str(error), remedy=COPY_REMEDY)
         except PipeshardError as error:  # for the model itself, boost or the first step usually raises it, too
-            made = Proof(UNPROVEN, summary(error), refused=not proving.smaller)
+            made = Proof(UNPROVEN, summary(error), refused=not proving.smaller, one_sided=True)
+        except torch.OutOfMemoryError as error:
+            made = Proof(UNPROVEN, summary(error))
         except Exception as error:  # the user's code, or copying it, may raise anything
             logger.debug("the proof failed", exc_info=True)
-            made = Proof(UNPROVEN, summary(error))
+            made = Proof(UNPROVEN, summary(error), one_sided=True)
     return replace(
         made,
         kind=PARTLY if made.kind == EXACT and proving.but else made.kind,
