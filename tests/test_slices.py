@@ -358,10 +358,13 @@ class CentredInTraining(LlamaDecoderLayer):
 
 
 def of_training(kind: str) -> str:
-    model = small_llama({"centred": CentredInTraining, "dropout": None}.get(kind, Normalized))
+    layers = {"centred": CentredInTraining, "dropout": None, "tower": None, "tower, unverified": None}
+    model = small_llama(layers.get(kind, Normalized))
+    if "tower" in kind:
+        model.tower = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     for layer in model.model.layers if kind == "dropout" else ():
         layer.self_attn.attention_dropout = 0.1
-    options = {"verify": False} if kind == "batch norm, unverified" else {}
+    options = {"verify": False} if kind.endswith(", unverified") else {}
     return refused(model.eval(), data_of("llama", 12, 0), **options)
 
 
@@ -373,11 +376,14 @@ def of_training(kind: str) -> str:
         ("batch norm", "ConfigurationError: num_slices: LlamaForCausalLM has 2 batch norms (model.layers.0.norm, ...)"),
         ("batch norm, unverified", "ConfigurationError: num_slices: LlamaForCausalLM has 2 batch norms"),
         ("dropout", "not refused"),
+        ("tower", "not refused"),
+        ("tower, unverified", "not refused"),
     ],
 )
 def test_statistics_of_positions_in_training(pool: Pool, kind: str, says: str) -> None:
     """Slices were proven in evaluation mode only, because of dropout, and the warning of batch norms needed several
-    microbatches: each slice was silently normalized with its own statistics."""
+    microbatches: each slice was silently normalized with its own statistics. Then batch norms of a tower that no slice
+    runs were refused."""
     (said,) = pool.run(of_training, 1, kind)
     assert said.startswith(says), said
 

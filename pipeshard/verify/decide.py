@@ -19,10 +19,12 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
+from pipeshard.engine.division import traced
 from pipeshard.engine.ragged import Ragged
-from pipeshard.errors import BatchError, ConfigurationError, VerificationError
+from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, VerificationError
 from pipeshard.graph.places import code_of
 from pipeshard.graph.preserve import preserving
+from pipeshard.graph.units import find_units
 from pipeshard.hf import (
     KNOWN_PACKAGES,
     has_flash_attention,
@@ -111,9 +113,9 @@ def prove_at_boost(
     not be compared or the model has batch norms that normalize slices, and Proven inside `alone()`.
     """
     norms = _batch_norms(model, trains=optimizer is not None)
-    if norms and config.has_slices:
+    if config.has_slices and (of_slices := _reached(norms, config, grid, model, optimizer, criterion, sample)):
         raise ConfigurationError(
-            f"num_slices: {type(model).__name__} has {_named(norms)}. Batch norm would normalize each slice of a "
+            f"num_slices: {type(model).__name__} has {_named(of_slices)}. Batch norm would normalize each slice of a "
             "sequence with the slice's own mean and variance. Use num_slices=1, or another norm, such as layer norm"
         )
     if norms and grid.first and config.num_microbatches != 1 and config.has_exact_loss:
@@ -246,11 +248,40 @@ def _batch_norms(model: nn.Module, trains: bool) -> list[str]:
     """The names of the batch norms that normalize with the batch's statistics. With `trains`, the model's training mode
     is considered, even if the model is in evaluation mode now."""
     norms = [name for name, module in model.named_modules() if is_batch_norm(module)]
-    switches = bool(norms) and trains and not model.training
-    with preserving(model) if switches else contextlib.nullcontext():
-        if switches:
-            model.train()
+    with _training(model) if norms and trains else contextlib.nullcontext():
         return [name for name in norms if model.get_submodule(name).training]
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a model in evaluation mode is in training mode."""
+    with contextlib.nullcontext() if model.training else preserving(model):
+        if not model.training:
+            model.train()
+        yield
+
+
+def _reached(
+    norms: Sequence[str],
+    config: PipelineConfig,
+    grid: Grid,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    criterion: Criterion | None,
+    sample: Batch,
+) -> Sequence[str]:
+    """The norms without those in units that the sample does not run, such as a tower for images, which slices refuse.
+    If the model cannot be traced here, all norms."""
+    if not norms:
+        return norms
+    try:
+        *_, criterion = config.settled(model, criterion)
+        with _training(model) if optimizer is not None else contextlib.nullcontext():
+            _, flow = traced(config, model, sample, criterion, (), grid.device)
+    except PipeshardError:
+        return norms
+    idle = {*find_units(model)} - {call.unit for call in flow.calls}
+    return [name for name in norms if not any(f"{name}.".startswith(f"{unit}.") for unit in idle)]
 
 
 def _named(norms: Sequence[str]) -> str:
