@@ -33,6 +33,7 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "auxiliary losses of MoE routers": (
         "engine/test_loss.py::test_an_auxiliary_loss_beside_a_sum_names_the_trainer_s_remedies"
     ),
+    "batch norm, and modules with": "test_slices.py::test_statistics_of_positions_in_training",
     "`nn.SyncBatchNorm`": "engine/test_state.py::test_batch_norm_once_a_batch",
     "gradient hooks, added after `boost`": "test_loop_gradients.py::test_hooks_that_would_not_run_are_refused",
     "`clip_grad_value_`, constant factors": "test_updates.py::test_a_norm_of_scaled_gradients_is_refused",

@@ -364,7 +364,9 @@ def of_training(kind: str) -> str:
         model.tower = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     for layer in model.model.layers if kind == "dropout" else ():
         layer.self_attn.attention_dropout = 0.1
-    options = {"verify": False} if kind.endswith(", unverified") else {}
+    options: dict[str, Any] = {"verify": False} if kind.endswith(", unverified") else {}
+    if kind.endswith(", whole"):
+        options["num_slices"] = 1
     return refused(model.eval(), data_of("llama", 12, 0), **options)
 
 
@@ -375,6 +377,7 @@ def of_training(kind: str) -> str:
         ("centred", "VerificationError: num_slices=3: LlamaForCausalLM in slices does not match the model on whole"),
         ("batch norm", "ConfigurationError: num_slices: LlamaForCausalLM has 2 batch norms (model.layers.0.norm, ...)"),
         ("batch norm, unverified", "ConfigurationError: num_slices: LlamaForCausalLM has 2 batch norms"),
+        ("batch norm, whole", "not refused"),
         ("dropout", "not refused"),
         ("tower", "not refused"),
         ("tower, unverified", "not refused"),
