@@ -313,9 +313,11 @@ def without_sample(kind: str) -> str:
         return refused(small_llama(Mixing), None, data)
     torch.manual_seed(0)
     sizes = SMALL | {"vocab_size": zoo.VOCABULARY}
-    if kind == "mask":
+    if "mask" in kind:
         model = GPTJForCausalLM(GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=zoo.VOCABULARY))
-        return refused(model, {name: data[name] for name in ("input_ids", "labels")}, zoo.left_padded(data))
+        plain = {name: data[name] for name in ("input_ids", "labels")}
+        model.config.pad_token_id = int(plain["input_ids"][0, 3])  # as in packed data, in which it also separates texts
+        return refused(model, plain, plain if kind == "no mask" else zoo.left_padded(data))
     model = RobertaForCausalLM(RobertaConfig(**sizes, is_decoder=True, pad_token_id=0))
     return refused(model, None, data if kind == "unpadded" else zoo.left_padded(data))
 
@@ -328,11 +330,13 @@ def without_sample(kind: str) -> str:
         ("padded", "BatchError: num_slices: this batch has padding, and slices of RobertaForCausalLM with padding"),
         ("unpadded", "not refused"),
         ("mask", "BatchError: num_slices: this batch has padding, and slices of GPTJForCausalLM with padding"),
+        ("no mask", "not refused"),
     ],
 )
 def test_slices_are_proven_without_a_sample(pool: Pool, kind: str, says: str) -> None:
     """Without a dataloader, the proof compared samples whose tokens are all 0: with RoPE, each position then has the
-    same hidden states, and nothing that mixes positions could differ. A sample without a mask never had padding."""
+    same hidden states, and nothing that mixes positions could differ. A sample without a mask never had padding. Then
+    what was found with a mask also refused batches without one, in which the token of padding separates texts."""
     (said,) = pool.run(without_sample, 1, kind)
     assert said.startswith(says), said
 

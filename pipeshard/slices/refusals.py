@@ -58,14 +58,16 @@ def refuse_cacheless(model: nn.Module, trains: bool = False) -> None:
         )
 
 
-def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None:
-    """Raise BatchError for a batch with padding, unless `why` is empty. `why` says how padded slices differ from whole
-    sequences, or that they fail."""
-    if why and any(is_padded(model, batch) for batch in batches):
-        raise BatchError(
-            f"num_slices: this batch has padding, and slices of {type(model).__name__} with padding {why}. "
-            "Use samples of equal length in each batch, or num_slices=1"
-        )
+def refuse_padding(model: nn.Module, batches: Iterable[Batch], found: tuple[str, str]) -> None:
+    """Raise BatchError for a batch with padding, if something was `found`: how padded slices differ from whole
+    sequences, or that they fail, with an attention_mask and without one."""
+    for batch in batches if any(found) else ():
+        why = found[0] if MASK in batch.tensors else found[1]
+        if why and is_padded(model, batch):
+            raise BatchError(
+                f"num_slices: this batch has padding, and slices of {type(model).__name__} with padding {why}. "
+                "Use samples of equal length in each batch, or num_slices=1"
+            )
 
 
 def is_padded(model: nn.Module, batch: Batch) -> bool:

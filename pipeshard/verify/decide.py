@@ -103,14 +103,14 @@ def prove_at_boost(
     optimizer: Optimizer | None,
     criterion: Criterion | None,
     sample: Batch,
-) -> str:
+) -> tuple[str, str]:
     """Prove a model on the first rank, if `config.verify` requests it or inside `alone()`. Call it on every rank before
     sharding.
 
-    Returns a message that describes how slices of padded samples differ from whole samples, or that they fail; "" if
-    neither was found. On all ranks, raises VerificationError if the split model differs or
-    samples depend on each other, BatchError if a microbatch does not run by itself, ConfigurationError if slices could
-    not be compared or the model has batch norms that normalize slices, and Proven inside `alone()`.
+    Returns how slices of padded samples differ from whole samples, or that they fail, with an attention_mask and
+    without one ("" if neither was found). On all ranks, raises VerificationError if the split model differs or samples
+    depend on each other, BatchError if a microbatch does not run by itself, ConfigurationError if slices could not be
+    compared or the model has batch norms that normalize slices, and Proven inside `alone()`.
     """
     norms = _batch_norms(model, trains=optimizer is not None)
     if config.has_slices and (of_slices := _reached(norms, config, grid, model, optimizer, criterion, sample)):
@@ -126,11 +126,11 @@ def prove_at_boost(
     is_cut = is_sliced or is_ragged  # within samples
     is_split = stages > 1 or is_cut or _has_microbatches(config, sample)
     if not alone and not config.verify:
-        return ""
+        return "", ""
     skips = not is_split or (auto and not is_cut and is_known(model, criterion, optimizer))
     # The first rank decides: a hook may exist on only one rank.
     if not alone and int(gather(torch.tensor(int(skips)), grid.world)[0]):
-        return ""
+        return "", ""
 
     of_world = replace(config, dp_size=grid.dp_size)
     drawn = with_drawn_ids(model, sample)
@@ -175,9 +175,18 @@ def prove_at_boost(
             return made if of_left.kind in (EXACT, PARTLY) else of_left
         if not is_sliced:
             return made
-        padded = with_padding(with_mask(model, tried[0], config.batch_dims or {}), padding_token(model))
-        of_padded = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
-        return replace(made, padding=_of_padding(of_padded, is_padded(model, tried[0])))
+        token = padding_token(model)
+
+        def of_padding(batch: Batch) -> str:
+            padded = with_padding(batch, token)
+            proof = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
+            return _of_padding(proof, is_padded(model, tried[0]))
+
+        masked = with_mask(model, tried[0], config.batch_dims or {})
+        why = of_padding(masked)
+        if masked is tried[0]:
+            return replace(made, padding=(why, why))
+        return replace(made, padding=(why, "" if token is None else of_padding(tried[0])))
 
     proof = _on_first(grid, work)
     name = type(model).__name__ + (f" (a copy with {proof.smaller})" if proof.smaller else "")

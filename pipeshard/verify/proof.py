@@ -54,8 +54,9 @@ class Proof:
     other, so that microbatches do not give the result of the batch. `moving`: state that changes with each microbatch,
     as in gradient accumulation. `dependent`: whether a microbatch does not run by itself, because of the error `cause`.
     `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
-    with padding differ from whole samples, or that they fail. `remedy`: advice for an unproven model, or "".
-    `one_sided`: whether the split model raised an error on samples on which the unsplit model runs.
+    with padding differ from whole samples, or that they fail, with an attention_mask and without one. `remedy`: advice
+    for an unproven model, or "". `one_sided`: whether the split model raised an error on samples on which the unsplit
+    model runs.
     """
 
     kind: str
@@ -69,7 +70,7 @@ class Proof:
     dependent: bool = False
     cause: BaseException | None = None
     smaller: str = ""
-    padding: str = ""
+    padding: tuple[str, str] = ("", "")
     remedy: str = ""
     one_sided: bool = False
 
