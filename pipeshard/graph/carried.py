@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipeshard.batch.batch import Batch
-from pipeshard.graph.dataflow import Carried, Dataflow, Reads
+from pipeshard.graph.dataflow import Carried, Dataflow, Reads, has_one_updater
 from pipeshard.graph.places import (
     COLLECTIONS,
     HOOKS,
@@ -255,13 +255,6 @@ def _run_next(
         record.readers = readers[record.name] if is_same_way else {-1, *range(len(flow.calls))}
     refused = [r.name for r in records if r.name in tracer.taint.recalled and (r.uses.values or r.uses.hidden)]
     return tuple(Decision(f"a value that {name} keeps from an earlier forward") for name in sorted(refused))
-
-
-def has_one_updater(name: str, path: Path, uses: Reads, kind: str) -> bool:
-    """Whether each forward updates the state that the last one left at this place. All writers of such state must run
-    on one stage, since each stage has its own copy."""
-    is_moved = name in uses.kept and "_buffers" in [step.key for step in path[-2:]]
-    return is_moved or kind in ("generator", "number")
 
 
 @contextmanager

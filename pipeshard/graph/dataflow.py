@@ -133,6 +133,13 @@ class Carried:
         return self.uses.hidden | (self.writers if -1 not in self.writers else frozenset())
 
 
+def has_one_updater(name: str, path: Path, uses: Reads, kind: str) -> bool:
+    """Whether each forward updates the state that the last one left at this place. All writers of such state must run
+    on one stage, since each stage has its own copy."""
+    is_moved = name in uses.kept and "_buffers" in [step.key for step in path[-2:]]
+    return is_moved or kind in ("generator", "number")
+
+
 @dataclass(frozen=True, eq=False)  # a key of caches, compared by identity
 class Dataflow:
     """The unit calls of one forward, in order, and the dependencies of the loss and the outputs.

@@ -28,8 +28,7 @@ from pipeshard.errors import (
     summary,
     unknown,
 )
-from pipeshard.graph.carried import has_one_updater
-from pipeshard.graph.dataflow import Dataflow, Wanted
+from pipeshard.graph.dataflow import Dataflow, Wanted, has_one_updater
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
 from pipeshard.private import has_global_backward_hooks
