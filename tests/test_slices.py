@@ -389,8 +389,8 @@ def of_training(kind: str) -> str:
 )
 def test_statistics_of_positions_in_training(pool: Pool, kind: str, says: str) -> None:
     """Slices were proven in evaluation mode only, because of dropout, and the warning of batch norms needed several
-    microbatches: each slice was silently normalized with its own statistics. Then batch norms of a tower that no slice
-    runs were refused."""
+    microbatches: each slice was silently normalized with its own statistics. Batch norms of a tower that no slice runs
+    must not be refused."""
     (said,) = pool.run(of_training, 1, kind)
     assert said.startswith(says), said
 
@@ -455,7 +455,7 @@ def with_unproven_padding(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["padded sample", "time limit"])
 def test_padding_that_the_unsplit_model_cannot_compare_is_not_refused(pool: Pool, kind: str) -> None:
     """The proof's own padding covered all labels of one sample, so the unsplit model's loss was NaN, or its time was
-    over: exact runs were refused with their first padded batch."""
+    over: that says nothing of slices, so the first padded batch must not be refused."""
     assert pool.run(with_unproven_padding, 1, kind) == ["not refused"]
 
 

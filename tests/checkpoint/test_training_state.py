@@ -836,7 +836,7 @@ def saving_once(folder: Path, step: int) -> None:
 
 HOLDS = """
 import pathlib, sys, time
-from pipeshard.checkpoint.state_folder import lock, seal
+from pipeshard.checkpoint.state_folder import lock
 lock(pathlib.Path(sys.argv[1]), lock)
 print("holds", flush=True)
 time.sleep(600)
