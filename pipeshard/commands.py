@@ -29,8 +29,8 @@ WIDTH = 80
 
 
 def show(plan: Plan, console: Console | None = None, slices: Sequence[InSlices] = (), advice: str = "") -> None:
-    """Print a plan: the stages, the schedules and the recommendation, also of these numbers of slices. `advice` is how
-    to train with the plan's cuts if they are not those of its partition."""
+    """Print a plan: the stages, the schedules and the recommendation, and the estimates `slices` if there are any.
+    `advice` is how to train with the plan's cuts if they are not those of its partition."""
     console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan, slices, advice or f"Pass partition={plan.cuts} to PipelinePlugin."):
         console.print(part)

@@ -294,7 +294,7 @@ def _measure_pickle(content: Any) -> None:
     memo: dict[Any, list[int]] = {}
     for k, (code, argument, _) in enumerate(pickletools.genops(content)):
         if k > MOST_STEPS:
-            raise ValueError(f"unpickling it takes more than {MOST_STEPS} steps: keep many numbers in a tensor")
+            raise ValueError(f"unpickling it takes more than {MOST_STEPS} steps: store long lists as tensors")
         if code.name == "GLOBAL" and not MADE_OF.fullmatch(str(argument)):
             raise ValueError(f"Unsupported global: GLOBAL {str(argument).replace(' ', '.')} is not a plain value")
         if code.name == "MARK":

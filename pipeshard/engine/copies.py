@@ -31,10 +31,10 @@ UNSHARED = (
     "as optimizer.train() and optimizer.eval() do"
 )
 DRIFTED = (
-    "the data-parallel replicas of %s have different values of %s at step %d, so each replica trains another model, "
-    "and a save contains the first replica's. Your loop must write the same random numbers to weights and gradients "
-    "on all replicas, and no values of one replica's batch: seed the generator with the same number on every rank "
-    "(torch.manual_seed(0)), or sum the values over the ranks with torch.distributed.all_reduce"
+    "the data-parallel replicas of stage %d have different values of %s at step %d, so each replica trains another "
+    "model, and a save contains only the first replica's values. Your loop must write the same random numbers to "
+    "weights and gradients on all replicas, and no values of one replica's batch: seed the generator with the same "
+    "number on every rank (torch.manual_seed(0)), or sum the values over the ranks with torch.distributed.all_reduce"
 )
 
 
@@ -151,15 +151,17 @@ class WeightCopies:
     def warn_of_drift(self, steps: int) -> None:
         """Without ZeRO, which shares updates, warn once if the replicas have different values of a trained weight after
         this number of steps. Reads all weights. Call it on all ranks."""
+        if self.zero or self._has_drifted:
+            return
         trained = {name: weight for name, weight in self._weights.items() if weight.parameter.requires_grad}
-        if self.zero or self._has_drifted or not trained:
+        if not trained:
             return
         own = torch.stack([sum_of_words(weight.parameter) for weight in trained.values()])
         sums = gather(own.cpu(), self._grid.replicas)
         differing = [*compress(trained, (sums != sums[0]).any(dim=0).tolist())]
         self._has_drifted = bool(differing)
         if differing and self._grid.replica == 0:
-            logger.warning(DRIFTED, self._grid.named(self._grid.mesh.rank), min(differing), steps)
+            logger.warning(DRIFTED, self._grid.stage, min(differing), steps)
 
     def take_values(self) -> None:
         """Copy the updated values to the parameters on this rank. An optimizer with its own list of parameters (LBFGS)

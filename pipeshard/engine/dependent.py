@@ -69,7 +69,7 @@ def _advice(batch: Batch) -> str:
     causes += [f"entries of {', '.join(whole)} (not split) belong to samples"] * bool(whole)
     causes += ["an input contains row indices"]
     advice = f"If {', or if '.join(causes)}, pass num_microbatches=1 to PipelinePlugin"
-    if not (names := doubtful_inputs(batch)):
+    if not (names := _doubtful_inputs(batch)):
         return advice
     return (
         f"{advice}. If the first dimension of {'one of ' * (len(names) > 1)}{', '.join(names)} is not the batch "
@@ -78,9 +78,9 @@ def _advice(batch: Batch) -> str:
     )
 
 
-def doubtful_inputs(batch: Batch) -> list[str]:
-    """The paths of the tensors that are split along their first dimension, except those with one entry per token, and
-    labels: their batch dimension is certain."""
+def _doubtful_inputs(batch: Batch) -> list[str]:
+    """The paths of the tensors that are split along their first dimension, except media (split by their samples) and
+    tensors whose batch dimension is certain: labels, and tensors with one entry per token."""
     ids = batch.tensors.get(IDS)
     by_rows = {path for path, dim in zip(batch.paths, batch.row_dims, strict=True) if dim == 0}
     cut = [path for path in batch.tensors if path in by_rows and path not in batch.owners]

@@ -133,7 +133,7 @@ class Pipeline:
         # On a GPU, the next step checks whether a loss that was not requested is NaN, in the message that it sends
         # anyway: reductions of gradients may still run when this step ends.
         self.looks_at_once = self.device.type == "cpu"
-        self.padding = "", ""  # how padded slices differ from whole samples, with a mask and without
+        self.padding = "", ""  # how padded slices differ, or that they fail: with a mask, and without
         self._unseen: Unseen | None = None
         self.last: Program | None = None  # the Program that ran last
         self.read = 0, 0  # the numbers of samples and tokens in the last step

@@ -90,8 +90,8 @@ class MasterWeight:
         moved: a function to call after the shard has moved to other memory, or None.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
-        loaded_as: the dtype of the weight in the model's checkpoint that was loaded last, or None if the optimizer has
-        updated the weight since then.
+        loaded_as: the dtype of the weight in the model or adapter checkpoint that was loaded last, or None if none was
+        loaded since boost or since the optimizer's last update of the weight.
     """
 
     def __init__(
@@ -324,8 +324,10 @@ class Precision:
     def shares_casts(self, flows: Collection[Dataflow]) -> bool:
         """Whether all forwards of a step share one autocast copy of each parameter: False if autocast is off, if a
         forward writes to parameters, or if `casts_have_graphs()` is False."""
+        if not self.autocasts:
+            return False
         kinds = {place.kind for flow in flows for place in flow.carried}
-        return self.autocasts and not kinds & {"parameter", "settled"} and casts_have_graphs()
+        return not kinds & {"parameter", "settled"} and casts_have_graphs()
 
     @contextmanager
     def sharing_casts(self, flows: Collection[Dataflow]) -> Iterator[None]:

@@ -15,7 +15,7 @@ from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("pipeshard")
 
 PREVENTED = (
     "%s is not recomputed, because its forward leaves a value at %s, which a second run would leave again. This unit, "

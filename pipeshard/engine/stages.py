@@ -100,9 +100,9 @@ class Stages:
         if self.offload is not None:
             self.offload.end()
 
-    def _flows(self) -> list[Dataflow]:
-        """The Dataflows of the step's forwards."""
-        return [microbatch.route.flow for stage in self.running for microbatch in stage.microbatches]
+    def _flows(self) -> set[Dataflow]:
+        """The distinct Dataflows of the step's forwards."""
+        return {microbatch.route.flow for stage in self.running for microbatch in stage.microbatches}
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

@@ -167,7 +167,7 @@ class Updates:
         self._stepped: Any = ()  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
         self._warned = self._has_told = False
-        self._has_found = set[str]()  # the kinds of findings that were logged
+        self._kinds_found = set[str]()  # the kinds of findings so far: the first rank has logged them
 
     @property
     def is_compared(self) -> bool:
@@ -333,9 +333,10 @@ class Updates:
             "drops": drops_problem(told, self.grid.named),
         }
         for kind, found in kinds.items():
-            if found and kind not in self._has_found and self.grid.first:
-                logger.warning("%s", found)
-            self._has_found |= {kind} if found else set()
+            if found and kind not in self._kinds_found:
+                self._kinds_found.add(kind)
+                if self.grid.first:
+                    logger.warning("%s", found)
 
     def _by_group(self, options: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
         """Convert a result of `_options` to a dict of options for each group that has parameters on this rank."""

@@ -43,7 +43,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
 FEW = 8  # arrays and tensors with more elements count as data, not as thresholds
 LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
-NO_CODE = (type, ModuleType, *OF_PYTHON)  # are no code that the user sets in a file
+NO_CODE = (type, ModuleType, *OF_PYTHON)  # types of values that code_of skips: they are not the user's functions
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 BUILTIN = (dict, list, set, deque, bytearray)  # collections whose entries are not in attributes
 OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "LOAD_NAME")  # endings of the names of instructions that access a global
@@ -120,8 +120,8 @@ def format_path(path: Path) -> str:
 
 
 def resolve(root: Any, path: Iterable[PathStep]) -> Any:
-    """The value at the end of a path that starts at `root`. Unit calls may be intercepted, unlike when the path was
-    recorded, or the other way round."""
+    """The value at the end of a path that starts at `root`. The path may have been recorded with unit calls
+    intercepted and resolved without, or vice versa."""
     for how, key in path:
         if how in ("attr", "class", "code"):
             root = getattr(root, key)
@@ -264,12 +264,12 @@ def _has_code(kind: Any) -> bool:
 def code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
     """The functions and properties of the user's class; of a package's class, the user's code in the class, in its
     bases that are no layers, and in its Python module."""
-    code = _functions_of(kind)
+    code = _attributes_of(kind)
     if is_users(kind.__module__):
         yield from ((PathStep("class", name), v) for name, v in code.items() if isinstance(v, FunctionType | property))
         return
     for base in reversed(kind.__bases__):
-        code = code if base is object or _has_code(base) else _functions_of(base) | code
+        code = code if base is object or _has_code(base) else _attributes_of(base) | code
     beside = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
     for how, held in (("class", code), ("file", dict(beside))):
         found = ((name, value) for name, value in held.items() if not isinstance(value, NO_CODE))  # decided fast
@@ -277,7 +277,8 @@ def code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
         yield from ((PathStep(how, name), value) for name, value in others if _is_users_code(value))
 
 
-def _functions_of(kind: Any) -> dict[str, Any]:
+def _attributes_of(kind: Any) -> dict[str, Any]:
+    """The attributes of a class by name, with the functions of its static and class methods."""
     return {name: getattr(value, "__func__", value) for name, value in vars(kind).items()}
 
 

@@ -225,7 +225,7 @@ class Snapshot:
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
         """Record the entry of `holder` at `key`: a tensor, or an object to walk."""
         if not isinstance(entry, Tensor):
-            queue.append((path, own(entry) if isinstance(entry, StandIn) else entry))
+            queue.append((path, own(entry)))
         elif id(entry) not in self._seen and not entry.is_inference():
             self._seen[id(entry)] = entry
             self.tensors.append((path, holder, key, entry, entry._version))
@@ -526,11 +526,15 @@ def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any)
         return True
     name = name.rpartition(".")[2]
     around, inside = _classes_in(model), _classes_in(unit)
-    others = around - inside if isinstance(criterion, FunctionType) else around - inside | {type(criterion)}
-    code = {own.__code__ for kind in others for value in _code_of(kind) if (own := _undecorated(value))}
+    others, code = around - inside, set[CodeType]()
+    if isinstance(criterion, FunctionType):
+        code.add(criterion.__code__)
+    else:
+        others.add(type(criterion))
+    functions = (_undecorated(value) for kind in others for value in _members_of(kind))
+    code |= {function.__code__ for function in functions if function}
     code |= _decorating(others) - _decorating(inside)
     code |= _code_held(model) - _code_held(unit)
-    code |= {criterion.__code__} if isinstance(criterion, FunctionType) else set()
     return any(name in names_in(each) for each in code)
 
 
@@ -538,8 +542,9 @@ def _classes_in(model: nn.Module) -> set[type]:
     return {type(module) for module in model.modules()}
 
 
-def _code_of(kind: type) -> Iterator[Any]:
-    """The functions, methods and properties of a class. They are not cached, since the user may replace them."""
+def _members_of(kind: type) -> Iterator[Any]:
+    """The values in the dicts of a class and its bases, except nn.Module. Not cached, since the user may replace
+    them."""
     for base in kind.__mro__:
         if base not in (nn.Module, object):
             yield from vars(base).values()
@@ -547,7 +552,7 @@ def _code_of(kind: type) -> Iterator[Any]:
 
 def _decorating(kinds: Iterable[type]) -> set[CodeType]:
     """The code of the user's decorators of functions in these classes."""
-    values = (value for kind in kinds for value in _code_of(kind))
+    values = (value for kind in kinds for value in _members_of(kind))
     return {decorator.__code__ for value in values if (decorator := _decorator(value))}
 
 

@@ -59,8 +59,8 @@ def refuse_cacheless(model: nn.Module, trains: bool = False) -> None:
 
 
 def refuse_padding(model: nn.Module, batches: Iterable[Batch], found: tuple[str, str]) -> None:
-    """Raise BatchError for a batch with padding, if something was `found`: how padded slices differ from whole
-    sequences, or that they fail, with an attention_mask and without one."""
+    """Raise BatchError for a batch with padding if padded slices differ from whole sequences, or fail. `found`
+    describes this for batches with an attention_mask and for batches without one ("" if neither was found)."""
     for batch in batches if any(found) else ():
         why = found[0] if MASK in batch.tensors else found[1]
         if why and is_padded(model, batch):

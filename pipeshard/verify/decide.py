@@ -134,13 +134,14 @@ def prove_at_boost(
 
     of_world = replace(config, dp_size=grid.dp_size)
     drawn = with_drawn_ids(model, sample)
-    tried = [drawn] if drawn is sample else [drawn, sample]  # a model may accept only some tokens
-    sample = drawn if is_cut else sample
     # Called on all ranks, so that all of them raise an error.
-    tried = Ragged(model).padded(sample) if is_ragged else tried
     if is_sliced:
-        tried = [shortened(sample, POSITIONS, has_flash_attention(model))]
-    left = Ragged(model).left_padded(sample) if is_ragged else []
+        tried = [shortened(drawn, POSITIONS, has_flash_attention(model))]
+    elif is_ragged:
+        tried = Ragged(model).padded(drawn)
+    else:
+        tried = [drawn] if drawn is sample else [drawn, sample]  # a model may accept only some tokens
+    left = Ragged(model).left_padded(drawn) if is_ragged else []
 
     def work(note: Callable[[], None]) -> Proof:
         if not is_split:
@@ -279,8 +280,8 @@ def _reached(
     criterion: Criterion | None,
     sample: Batch,
 ) -> Sequence[str]:
-    """The norms without those in units that the sample does not run, such as a tower for images, which slices refuse.
-    If the model cannot be traced here, all norms."""
+    """Omit the norms in units that the sample does not run, such as an image tower: slices do not support images.
+    Returns all norms if the model cannot be traced here."""
     if not norms:
         return norms
     try:

@@ -268,7 +268,7 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(monkeypatch: pytest.Monke
     """A position in the data with a dict of millions of numbers was saved at each step, and refused at each resume."""
     monkeypatch.setattr(untrusted, "MOST_STEPS", 1000)
     assert plain({"order": list(range(900))}, "the state of this Loader") == {"order": list(range(900))}
-    problem = "the state of this Loader cannot be saved .*more than 1000 steps: keep many numbers in a tensor"
+    problem = "the state of this Loader cannot be saved .*more than 1000 steps: store long lists as tensors"
     with pytest.raises(CheckpointError, match=problem):
         plain({"order": list(range(1100))}, "the state of this Loader")
 
