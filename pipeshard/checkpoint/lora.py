@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from pipeshard.checkpoint.files import existing, new_folder, together
+from pipeshard.checkpoint.files import existing, new_folder, of_first, together
 from pipeshard.checkpoint.hub import hub_name
 from pipeshard.checkpoint.load import refuse_ignored_adapters
 from pipeshard.checkpoint.safetensors_files import FILES
@@ -122,9 +122,8 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     warn_of_other_weights(model, Path(checkpoint))
     model.pipeline.gradients.settle()
     state = nn.Module.state_dict(module)
-    with together(grid.world):  # on one rank only, since peft may query the Hub for the vocabulary size
-        chosen = _saved(module, state) if grid.first else []
-    saved = gather_objects(chosen, grid.world)[0]
+    # on one rank only, since peft may query the Hub for the vocabulary size
+    saved = of_first(lambda: _saved(module, state), grid.world)
     with together(grid.world):
         state |= {name: whole(state[name]) for name in saved}
     with together(grid.world):
