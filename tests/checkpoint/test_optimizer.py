@@ -215,11 +215,17 @@ def counted(folder: Path) -> list[Any]:
     said.append("k" in other.optimizer.state)
     run.optimizer.state["k"] += dist.get_rank()
     other.optimizer.state["step",] = 1
-    for wrong in (run, other):
+    return said + refused_saves(folder, run, other)
+
+
+def refused_saves(folder: Path, *runs: Run) -> list[str]:
+    """The errors of saves that must be refused."""
+    errors = []
+    for run in runs:
         with pytest.raises(CheckpointError) as caught:
-            wrong.booster.save_optimizer(wrong.optimizer, f"{folder}/wrong", shard=True)
-        said.append(str(caught.value))
-    return said
+            run.booster.save_optimizer(run.optimizer, f"{folder}/wrong", shard=True)
+        errors.append(str(caught.value))
+    return errors
 
 
 @pytest.mark.turns
@@ -280,11 +286,7 @@ def scheduled(folder: Path) -> list[Any]:
     said.append(other.optimizer.calls)
     run.optimizer.optim.calls += dist.get_rank()
     other.optimizer.optim.calls = {1}
-    for wrong in (run, other, make(Outer)):
-        with pytest.raises(CheckpointError) as caught:
-            wrong.booster.save_optimizer(wrong.optimizer, f"{folder}/wrong", shard=True)
-        said.append(str(caught.value))
-    return said
+    return said + refused_saves(folder, run, other, make(Outer))
 
 
 @pytest.mark.turns
