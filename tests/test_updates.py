@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from pipeshard.engine import norm_guard, step_guard
+from pipeshard.engine.guard import Guard
 from pipeshard.errors import UsageError
 from pipeshard.private import global_step_pre_hooks
 from pipeshard.split.materialize import is_released
@@ -987,6 +990,46 @@ def guards_with_and_after_a_model() -> tuple[list[bool], list[bool], float]:
 def test_torchs_functions_are_its_own_after_a_model(pool: Pool) -> None:
     """The guards stand inside of torch's functions, so they have to be gone when nothing needs them."""
     assert pool.run(guards_with_and_after_a_model, 1) == [([True] * 3, [False] * 3, 2.0)]
+
+
+class Slow(Guard):
+    """Counts what is installed. A removal begins, and lets other threads go on, before it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.installed, self.handle = set[object](), object()
+        self.removes = threading.Event()
+
+    def install(self) -> None:
+        self.handle = object()
+        self.installed.add(self.handle)
+
+    def remove(self) -> None:
+        self.removes.set()
+        time.sleep(0.2)
+        self.installed.discard(self.handle)
+
+
+class Watched:
+    """Stands for the gradients of a boosted model."""
+
+
+def test_a_model_that_ends_in_another_thread_removes_its_own_guard() -> None:
+    """A model ended in one thread while another thread boosted a model: the removal took the new guard, and the old one
+    stayed for ever."""
+    guard: Any = Slow()
+    models = [Watched()]
+    guard.watch(models[0])
+    ends = threading.Thread(target=models.clear)
+    ends.start()
+    assert guard.removes.wait(10)
+    new = Watched()
+    guard.watch(new)
+    ends.join(10)
+    assert guard.is_installed and guard.installed == {guard.handle}
+    del new
+    gc.collect()
+    assert not guard.is_installed and not guard.installed
 
 
 def renewed() -> None:

@@ -1,5 +1,6 @@
 """Guard: a patch of torch functions that is installed while this process has a boosted model."""
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 
@@ -13,19 +14,24 @@ class Guard(ABC):
     def __init__(self) -> None:
         self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
         self.is_installed = False
+        self._lock = threading.RLock()  # a model may end in any thread, also inside `watch`
 
     def watch(self, gradients: ModelGradients) -> None:
         """Guard the model with these gradients from now on."""
-        self._models.add(gradients)
         weakref.finalize(gradients, self._model_ended).atexit = False
-        if not self.is_installed:
-            self.is_installed = True
-            self.install()
+        with self._lock:
+            self._models.add(gradients)
+            if not self.is_installed:
+                self.is_installed = True
+                self.install()
 
     def _model_ended(self) -> None:
-        if self.is_installed and not list(self._models):  # len() would still count the model that is being finalized
-            self.is_installed = False
-            self.remove()
+        with self._lock:
+            if self.is_installed and not list(
+                self._models
+            ):  # len() would still count the model that is being finalized
+                self.is_installed = False
+                self.remove()
 
     @abstractmethod
     def install(self) -> None:
