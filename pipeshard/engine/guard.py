@@ -27,9 +27,8 @@ class Guard(ABC):
 
     def _model_ended(self) -> None:
         with self._lock:
-            if self.is_installed and not list(
-                self._models
-            ):  # len() would still count the model that is being finalized
+            alive = list(self._models)  # len() would still count the model that is being finalized
+            if self.is_installed and not alive:
                 self.is_installed = False
                 self.remove()
 
