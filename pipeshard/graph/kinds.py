@@ -307,8 +307,9 @@ class Kinds:
         def note(module: nn.Module, name: str) -> None:
             read.add((settings.modules[id(module)][1], name))
 
-        with taint.inside_call() as stores, _called_on(module, arguments, state) as before:
+        with _called_on(module, arguments, state) as before:
             with (
+                taint.inside_call() as stores,
                 noting_reads([module for module, _ in settings.modules.values()], note) as watched,
                 self.meter.visit(module, inputs) if self.meter else contextlib.nullcontext() as visit,
             ):

@@ -291,6 +291,17 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
+def names_stored_in(code: CodeType) -> frozenset[str]:
+    """The names of the attributes, globals and cells that a function's code sets, and all strings in it if it sets
+    items or calls `setattr`."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_stored_in(const)]
+    steps = [step for step in dis.get_instructions(code) if step.opname.startswith("STORE_")]
+    own = [step.argval for step in steps if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")]
+    by_key = "setattr" in code.co_names or any(step.opname == "STORE_SUBSCR" for step in steps)
+    return frozenset((*inner, *own, *(const for const in code.co_consts if by_key and isinstance(const, str))))
+
+
+@functools.lru_cache(maxsize=4096)
 def _globals_in(code: CodeType) -> tuple[str, ...]:
     """The names in a function's code that it looks up in its globals, or all of its names if it calls `globals`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _globals_in(const)]

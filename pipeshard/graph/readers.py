@@ -2,17 +2,18 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
 from pipeshard.graph.dataflow import Call, Observed
 from pipeshard.graph.kinds import Kind, Settings
-from pipeshard.graph.places import MISSING, PathStep, is_comparable
-from pipeshard.graph.snapshot import noting_reads
+from pipeshard.graph.places import MISSING, PathStep, is_comparable, names_in, names_stored_in
+from pipeshard.graph.snapshot import is_mentioned, noting_reads
 from pipeshard.replaced import replaced
 
 OF_MODULES = frozenset(dir(nn.Module()))  # attributes that every module has
@@ -21,7 +22,8 @@ OF_MODULES = frozenset(dir(nn.Module()))  # attributes that every module has
 class Readers:
     """Records the readers of attributes: the indices of calls, and -1 for glue and the criterion."""
 
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+    def __init__(self, units: Mapping[str, nn.Module], model: nn.Module, criterion: Any) -> None:
+        self.model, self.criterion = model, criterion
         self.inner = [inner for unit in units.values() for inner in unit.modules()]
         self.in_glue = True
         self._readers = defaultdict[int, Any](partial(defaultdict, set))  # by the module's id, then by attribute
@@ -60,3 +62,32 @@ class Readers:
                     is_plain = name not in OF_MODULES and is_comparable(inspect.getattr_static(module, name, MISSING))
                     if (unit, place) in left or (is_plain and address in settings[unit].own):
                         yield Observed(unit, place, frozenset(readers))
+        yield from self._observed_in_objects(calls, settings)
+
+    def _observed_in_objects(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
+        """The places with plain values, in objects that several units reach, to which a unit's code may write and that
+        other code mentions."""
+        units = {call.unit: settings[call.unit] for call in calls}
+        layers = nn.ModuleList(own.root for own in units.values())
+        stored, named = (
+            {unit: _names(own, code) for unit, own in units.items()} for code in (names_stored_in, names_in)
+        )
+        for unit, own in units.items():
+            for path, holder, how, content, *_ in own.snapshot.holders if stored[unit] else ():
+                reaching = {other for other, of in units.items() if id(holder) in of.snapshot.paths}
+                if len(reaching) == 1 or isinstance(holder, nn.Module) or not isinstance(content, dict):
+                    continue
+                for key in (key for key in content.keys() & stored[unit] if is_comparable(content[key])):
+                    place = (*path, PathStep(how, key))
+                    others = {other for other in reaching - {unit} if key in named[other]}
+                    readers = {k for k, call in enumerate(calls) if call.unit in others}
+                    if is_mentioned(place, layers, self.model, self.criterion):
+                        readers.add(-1)
+                    if readers:
+                        yield Observed(unit, place, frozenset(readers))
+
+
+def _names(settings: Settings, names_of: Callable[[CodeType], Iterable[str]]) -> set[str]:
+    """The names in the code of the user's functions that a unit reaches."""
+    functions = (value for value in settings.snapshot.reached if isinstance(value, FunctionType))
+    return {name for function in functions for name in names_of(function.__code__)}

@@ -97,7 +97,7 @@ class Tracer:
         self.taint.modules, self.taint.rows = self.apart, batch.rows
         self.calls: list[Call] = []
         self.groups = CheckpointSpans()
-        self.readers = Readers(self.units)
+        self.readers = Readers(self.units, self.model, self.criterion)
         self.rows = batch.rows
         self._mark_inputs(batch)
         with (

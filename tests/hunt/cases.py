@@ -219,6 +219,18 @@ CASES = {
         {"num_microbatches": 2},
         refused="leaves True in is_set, but the trace recorded False",
     ),
+    "flags of a global": Case(
+        nets.FlagsOfAGlobal,
+        "The flag is in a global object: it was compared in the first microbatch only, and other stages kept that one.",
+        [unpadded(), unpadded(3)],
+        {"num_microbatches": 2},
+        refused="leaves False in .*is_set, but the trace recorded True",
+    ),
+    "counts of a global": Case(
+        nets.CountsInAGlobal,
+        "Each layer counts its calls in one global: the counts of two stages would differ.",
+        refused="layers.3 change __class__.stats.calls",
+    ),
     "counts": Case(
         nets.Counts,
         "A counter that only its own layer reads, though other code has its name.",

@@ -561,6 +561,36 @@ class FlagsPadded(Flags):
     padded = True
 
 
+class FlagsOfAGlobal(Flags):
+    """The first layer keeps the flag in a global object, and each later layer is scaled by it."""
+
+    shared = SimpleNamespace(is_set=True)
+
+    class block(Block):
+        def forward(self, x: Tensor, ids: Tensor, padded: bool) -> Any:  # type: ignore[override]
+            shared = FlagsOfAGlobal.shared
+            if self.place == 0:
+                shared.is_set = not bool((ids == 0).any())
+            return super().forward(2 * x if shared.is_set else x)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, ids, self.padded)
+        return {"loss": self.loss(self.head(x), labels)}
+
+
+class CountsInAGlobal(Net):
+    """All layers count their calls in one global object."""
+
+    stats = SimpleNamespace(calls=0)
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            CountsInAGlobal.stats.calls += 1
+            return super().forward(x)
+
+
 class Counts(Net):
     """Layers are scaled by the number of their calls, or by that of a layer before; glue has code that reads one."""
 
