@@ -39,7 +39,6 @@ from pipeshard.config import PipelineConfig
 from pipeshard.engine.cuts import Cuts
 from pipeshard.errors import BatchError, PipeshardError
 from pipeshard.hf import BOUNDARIES
-from pipeshard.schedule.given import check
 from pipeshard.schedule.program import Kind, Program
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.slices import SLICED, number_of_slices, sliced
@@ -50,6 +49,7 @@ from pipeshard.slices.states import Grown
 from pipeshard.verify import decide
 from pipeshard.verify.proof import Proof, prove
 from tests import zoo
+from tests.legal import check
 from tests.parity.command import outcomes
 from tests.parity.entries import find
 from tests.parity.report import Row, markdown

@@ -1,63 +1,13 @@
-"""Given: user-defined schedules (a Program, a function or a file), and the check that a program is legal."""
+"""Given: user-defined schedules (a Program, a function or a file), which are checked before they run."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 
 from pipeshard.errors import ConfigurationError, counted
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.schedules import make_program, num_chunks
 from pipeshard.schedule.simulate import simulate
-
-FORWARD = {Kind.F, Kind.SEND_F, Kind.RECV_F}
-
-
-def check(program: Program) -> None:
-    """Raise ConfigurationError unless the program is legal. Each kind of compute action in the program must occur
-    exactly once per microbatch and stage (W at most once), on the stage's rank, after the actions that it needs on this
-    rank. The messages, if any, must be exactly those that the placement requires."""
-    outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
-    if outside:
-        raise ConfigurationError(
-            f"{program.name}: stages are placed on ranks {outside}, but the program has only "
-            f"{counted(len(program.ranks), 'rank')}"
-        )
-    kinds = _kinds(program)
-    for rank, actions in enumerate(program.ranks):
-        expected = _expected(program, rank, kinds)
-        counts = Counter(actions)
-        for action in [*(sorted(expected - counts.keys())), *counts]:
-            count, wanted = counts[action], int(action in expected)
-            if count != wanted and (count, action.kind) != (0, Kind.W):
-                times = counted(count, "time")
-                raise ConfigurationError(f"{program.name}: rank {rank} has {action} {times}, not {wanted}")
-        position = {action: k for k, action in enumerate(actions)}
-        for action in actions:
-            for before, at in program.needs(action.kind, action.stage):
-                needed = Action(before, action.microbatch, at)
-                if position.get(needed, -1) > position[action]:
-                    raise ConfigurationError(f"{program.name}: rank {rank} has {action} before {needed}")
-
-
-def _kinds(program: Program) -> list[Kind]:
-    """The kinds of actions that a complete program has, given the kinds in `program`."""
-    used = program.kinds
-    backward = not used <= FORWARD
-    kinds = [Kind.F, *[Kind.B] * backward, *[Kind.W] * (Kind.W in used)]
-    messages = [kind for kind in Kind if not kind.is_compute and (backward or kind in FORWARD)]
-    return kinds + messages * program.has_communication
-
-
-def _expected(program: Program, rank: int, kinds: list[Kind]) -> set[Action]:
-    everything = (
-        Action(kind, i, stage)
-        for kind in kinds
-        for i in range(program.num_microbatches)
-        for stage, holder in enumerate(program.placement)
-        if holder == rank
-    )
-    return {action for action in everything if action.kind.is_compute or program.crosses(action.kind, action.stage)}
-
 
 Schedule = str | Program | Callable[[int, int, int], Program]
 
@@ -67,8 +17,8 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     communication.
 
     A Program can be used for its own number of microbatches or fewer. A function is called with (p, m, v). Raises
-    ConfigurationError for a program that is incomplete, illegal, or made for other sizes, and DeadlockError for a
-    program that cannot finish.
+    ConfigurationError for a program that is incomplete or made for other sizes, and DeadlockError for a program that
+    cannot finish, such as one with a B before its F.
     """
     if isinstance(schedule, str):
         return make_program(schedule, p, m, v)
@@ -131,17 +81,30 @@ def _check(program: Program, p: int) -> None:
             f"schedule {program.name!r} places its stages on ranks {program.placement}: stage s must be on rank s % p, "
             "or, with two stages per rank, in a V (0, 1, ..., p-1, p-1, ..., 1, 0)"
         )
-    if program.has_communication or Kind.B not in program.kinds:
-        raise ConfigurationError(
-            f"schedule {program.name!r} has {'messages' if program.has_communication else 'no backward passes'}: pass "
-            "the F, B and W of a training step, without messages, which pipeshard adds"
-        )
-    check(program)
+    _count(program)
     forwards = [action for actions in program.ranks for action in actions if action.kind is Kind.F]
-    for earlier, later in pairwise(sorted(forwards, key=lambda action: action.stage)):  # a stable sort
+    for earlier, later in itertools.pairwise(sorted(forwards, key=lambda action: action.stage)):  # a stable sort
         if earlier.stage == later.stage and earlier.microbatch > later.microbatch:
             raise ConfigurationError(
                 f"schedule {program.name!r} has {later} after {earlier}: forwards of a stage must run in microbatch "
                 "order, because a model may carry state (running statistics) from one microbatch to the next"
             )
     simulate(program)
+
+
+def _count(program: Program) -> None:
+    """Raise ConfigurationError unless each F and B occurs exactly once per microbatch and stage (W at most once), on
+    the stage's rank, and nothing else occurs."""
+    kinds = Kind.F, Kind.B, Kind.W
+    for rank, actions in enumerate(program.ranks):
+        stages = [stage for stage, holder in enumerate(program.placement) if holder == rank]
+        steps = itertools.product(kinds, range(program.num_microbatches), stages)
+        expected = set(map(Action._make, steps))
+        counts = Counter(actions)
+        for action in [*sorted(expected - counts.keys()), *counts]:
+            count, wanted = counts[action], int(action in expected)
+            if count != wanted and (count, action.kind) != (0, Kind.W):
+                raise ConfigurationError(
+                    f"schedule {program.name!r}: rank {rank} has {action} {counted(count, 'time')}, not {wanted}: pass "
+                    "the F, B and W of a training step, without messages, which pipeshard adds"
+                )

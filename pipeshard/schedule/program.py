@@ -86,28 +86,13 @@ class Program:
         Each line has the cells of one rank, such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward),
         I (input gradients) and W; empty cells are idle time; the two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
 
-        Raises ConfigurationError for other cells, a stage that is missing or on several ranks, and inconsistent B, I
-        and W; `program_of` checks all other rules.
+        Raises ConfigurationError for other cells; `program_of` checks all other rules.
         """
         path = Path(path)
         with path.open(newline="") as file:
-            rows = [[action for cell in row for action in _read(cell, path)] for row in csv.reader(file) if row]
-        placement: dict[int, int] = {}
-        for rank, actions in enumerate(rows):
-            for _, (_, _, stage) in actions:
-                if (first := placement.setdefault(stage, rank)) != rank:
-                    raise ConfigurationError(f"{path}: stage {stage} is on more than one rank: {first}, {rank}")
-        if sorted(placement) != [*range(len(placement))] or not placement:
-            raise ConfigurationError(f"{path}: the stages must be 0 to p*v-1, got {sorted(placement)}")
-        found = [each for actions in rows for each in actions]
-        split = {(i, stage) for letter, (_, i, stage) in found if letter == "W"}
-        for letter, (kind, i, stage) in found:
-            if kind is Kind.B and (letter == "I") != ((i, stage) in split):
-                weights = f"{stage}W{i}"
-                problem = f"{stage}I{i} without {weights}" if letter == "I" else f"{weights} together with {stage}B{i}"
-                raise ConfigurationError(f"{path}: {problem}. B is the whole backward; I and W are its two parts")
-        m = 1 + max(action.microbatch for _, action in found)
-        ranks = tuple(tuple(action for _, action in actions) for actions in rows)
+            ranks = tuple(tuple(a for cell in row for a in _read(cell, path)) for row in csv.reader(file) if row)
+        placement = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
+        m = 1 + max((action.microbatch for actions in ranks for action in actions), default=-1)
         return Program(path.stem, m, tuple(placement[stage] for stage in sorted(placement)), ranks)
 
     @property
@@ -157,8 +142,7 @@ def forward_only(program: Program) -> Program:
     return Program("forward", program.num_microbatches, program.placement, tuple(ranks))
 
 
-def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
-    """The actions of a cell, each with torch's letter for its kind."""
+def _read(cell: str, path: Path) -> list[Action]:
     overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
     found = []
     for text in filter(None, map(str.strip, overlapped[1].split(";") if overlapped else [cell])):
@@ -171,5 +155,5 @@ def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
                 'with format="compute_only"'
             )
         kind = Kind.B if match[2] == "I" else Kind(match[2])  # I is a B with a W
-        found.append((match[2], Action(kind, int(match[3]), int(match[1]))))
+        found.append(Action(kind, int(match[3]), int(match[1])))
     return found

@@ -28,11 +28,11 @@ from pipeshard.planner.inside import inside
 from pipeshard.planner.memory import Training
 from pipeshard.planner.planner import attempt, automatic, first_microbatch, schedules, study
 from pipeshard.planner.profile import Profile, shapes_of
-from pipeshard.schedule.given import check
 from pipeshard.schedule.search import Searched
 from pipeshard.split.partition import named_modules_of
 from pipeshard.split.policy import Policy
 from tests import zoo
+from tests.legal import check
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 

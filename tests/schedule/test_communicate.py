@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Action, Kind, Program, forward_only
 from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.simulate import simulate
+from tests.legal import check
 
 F, B = Kind.F, Kind.B
 

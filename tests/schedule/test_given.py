@@ -12,7 +12,17 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import ConfigurationError, DeadlockError, PipeshardError
-from pipeshard.schedule import Action, Kind, Program, interleaved, make_program, program_of, simulate, zbv
+from pipeshard.schedule import (
+    Action,
+    Kind,
+    Program,
+    add_communication,
+    interleaved,
+    make_program,
+    program_of,
+    simulate,
+    zbv,
+)
 from pipeshard.schedule.given import chunks_of
 
 P, M = 2, 4
@@ -96,7 +106,8 @@ FB = make_program("1f1b", P, 1)
         (make_program("1f1b", 3, M), ConfigurationError, "is for 3 ranks and 3 stages, but pp_size=2"),
         (lambda p, m, v: Program("x", m, (0, 1, 0), FB.ranks), ConfigurationError, "for 2 ranks and 3 stages"),
         (lambda p, m, v: Program("x", m, (1, 0), FB.ranks), ConfigurationError, "stage s must be on rank s % p"),
-        (lambda p, m, v: Program("x", m, (0, 1), ((), ())), ConfigurationError, "has no backward passes"),
+        (lambda p, m, v: Program("x", m, (0, 1), ((), ())), ConfigurationError, "rank 0 has B0@0 0 times, not 1: pass"),
+        (lambda p, m, v: add_communication(make_program("1f1b", p, m)), ConfigurationError, "SendF0@0 1 time, not 0"),
         (lambda p, m, v: Program("x", m, (0, 1), FB.ranks), ConfigurationError, "rank 0 has B1@0 0 times, not 1"),
         (
             lambda p, m, v: Program("x", 2, (0,), ((*(Action(F, i, 0) for i in (1, 0)), *two_backwards()),)),
@@ -124,21 +135,32 @@ def waiting() -> Program:
 
 
 @pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([B, F], "rank 0 waits in B0@0 for F0@0, which it runs only later"),
+        ([F, W, B], "rank 0 waits in W0@0 for B0@0, which it runs only later"),
+    ],
+)
+def test_an_order_in_which_an_action_lacks_its_input_is_refused(order: list[Kind], message: str) -> None:
+    program = Program("x", 1, (0,), (tuple(Action(kind, 0, 0) for kind in order),))
+    with pytest.raises(DeadlockError, match=re.escape(message)):
+        program_of(program, 1, 1)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("0F0,0SEND_F0,0B0", "'0SEND_F0' is not a compute action"),
-        ("0F0,0B0\n0F1,0B1", "stage 0 is on more than one rank: 0, 1"),
-        ("0F0,0B0\n2F0,2B0", r"the stages must be 0 to p\*v\-1, got \[0, 2\]"),
-        ("0F0,0I0", "0I0 without 0W0"),
-        ("0F0,0B0,0W0", "0W0 together with 0B0"),
-        ("", r"the stages must be 0 to p\*v\-1, got \[\]"),
+        ("0F0,0B0\n0F0,0B0", "is for 2 ranks and 1 stage"),
+        ("0F0,0B0\n2F0,2B0", "rank 1 has B0@1 0 times, not 1"),
+        ("", "is for num_microbatches=0, but the step has 1"),
     ],
 )
 def test_files_that_say_something_else_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=message):
-        Program.from_csv(path)
+        program_of(Program.from_csv(path), 2, 1)
 
 
 def test_blank_lines_of_a_file_are_no_ranks(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 import pipeshard.schedule.program as program_module
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Action, Kind, Program, forward_only
 from pipeshard.schedule.schedules import make_program, num_chunks
+from tests.legal import check
 
 F, B, W = Kind.F, Kind.B, Kind.W
 

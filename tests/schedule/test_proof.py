@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeshard.errors import DeadlockError
-from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Action, Kind, Program, StageStep, forward_only
 from pipeshard.schedule.schedules import IN_A_V, SCHEDULES, make_program
 from pipeshard.schedule.simulate import Simulation, simulate
+from tests.legal import check
 
 F, B, W = Kind.F, Kind.B, Kind.W
 ALL = [(name, v) for name in SCHEDULES for v in ((2, 3) if name == "interleaved" else (2,) if name in IN_A_V else (1,))]

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeshard.schedule.given import check, program_of
+from pipeshard.schedule.given import program_of
 from pipeshard.schedule.program import Kind
 from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.search import Rule, Searched, Work, changed, climb, estimate, rules, scheduled
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.streams import add_ordered_communication
+from tests.legal import check
 from tests.streams import WORST, Lanes, check_streams
 
 costs = st.integers(0, 9).map(float)

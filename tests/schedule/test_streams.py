@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeshard.errors import ConfigurationError, DeadlockError
-from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication, shorten_cooldown
 from pipeshard.schedule.program import PARTNER, RECEIVE, Action, Kind, Program, forward_only
 from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.streams import add_ordered_communication
+from tests.legal import check
 from tests.schedule.test_communicate import assert_edges_agree
 from tests.streams import PLAIN, WORST, Device, Lanes, check_streams
 

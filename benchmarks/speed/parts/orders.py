@@ -19,8 +19,7 @@ from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Training
 from pipeshard.planner.planner import automatic, first_microbatch, study
 from pipeshard.planner.profile import profile_units
-from pipeshard.schedule import Program, make_program, shorten_cooldown, simulate_parts
-from pipeshard.schedule.given import check
+from pipeshard.schedule import Program, make_program, program_of, shorten_cooldown, simulate_parts
 
 TEXT = """\
 These schedules are simulated, since the machine has two cores. The costs are measured: F, B and W of each unit of a
@@ -80,9 +79,7 @@ def torch_order(schedule: Callable[..., Any], p: int, m: int, v: int) -> Program
         path = Path(folder) / "order.csv"
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(made.pipeline_order.values())
-        program = Program.from_csv(path)
-    check(program)
-    return program
+        return program_of(Program.from_csv(path), p, m)
 
 
 def measured(layers: int) -> tuple[Subject, Costs]:
