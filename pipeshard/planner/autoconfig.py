@@ -11,7 +11,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import ConfigurationError, PartitionError, counted
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.memory import Training, check_positive, format_bytes
+from pipeshard.planner.memory import REMEDIES, Training, check_positive, format_bytes
 from pipeshard.planner.plan import UNUSABLE, Estimate
 from pipeshard.planner.planner import NEAR, SIMPLEST, attempt, first_microbatch, schedules, study, timed
 from pipeshard.planner.profile import Profile
@@ -292,8 +292,8 @@ def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
         raise PartitionError(
             f"no layout of {counted(layout.ranks, 'rank')} fits in device_memory={devices.limits}: the "
             f"closest layout, pp_size={layout.pp_size}, microbatch_size={layout.microbatch_size}, {estimate.name}, "
-            f"needs {format_bytes(estimate.memory[rank].total)} on rank {rank} of a pipeline. Use more ranks, a "
-            "smaller microbatch_size, or activation recompute (model.gradient_checkpointing_enable())"
+            f"needs {format_bytes(estimate.memory[rank].total)} on rank {rank} of a pipeline. Possible remedies: "
+            f"{REMEDIES}"
         )
     fastest = min(each.estimate.time for each in fitting)
     near = [each for each in fitting if each.estimate.time <= fastest * (1 + NEAR)]

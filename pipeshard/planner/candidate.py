@@ -220,12 +220,11 @@ def _heaviest(
 class Subject:
     """The model of a plan, with the cost of each unit call and the memory of each run of calls.
 
-    `forms` are the forms of the parameters under `training`. `in_seconds` is whether the costs are in seconds, and
-    `recomputed` whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks. `again`
-    returns the Subject of the same model with a partition by module names, which may be inside layers; it is None if
-    cuts inside layers are not supported. `known_sums`, if not empty, replaces the `sums` computed from `costs`, which
-    have rounding errors. If the policy's own `costs` has changed the costs, `before_policy` contains the total cost of
-    each call before the change.
+    `forms` are the forms of the parameters under `training`. `in_seconds` is whether the costs are in seconds.
+    `devices` are the devices of the pipeline's ranks. `again` returns the Subject of the same model with a partition by
+    module names, which may be inside layers; it is None if cuts inside layers are not supported. `known_sums`, if not
+    empty, replaces the `sums` computed from `costs`, which have rounding errors. If the policy's own `costs` has
+    changed the costs, `before_policy` contains the total cost of each call before the change.
     """
 
     model: nn.Module
@@ -238,7 +237,6 @@ class Subject:
     devices: Devices
     forms: Forms
     in_seconds: bool = False
-    recomputed: bool = False
     again: Callable[[Cuts], "Subject"] | None = None
     known_sums: Sequence[Sequence[float]] = ()
     before_policy: Sequence[float] = ()

@@ -69,6 +69,11 @@ OF_TRAINER = "trainer_"  # prefix of optimizers for which a Trainer keeps the st
 IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1, "trainer_adamw_8bit": 2, "trainer_lion_8bit": 1}
 BLOCK, SMALL = 256, 4096
 FULL = 4  # bytes of an fp32 element
+# The advice for a model that needs too much memory.
+REMEDIES = (
+    "shorter or fewer samples in a microbatch, activation recompute (--recompute, or "
+    "model.gradient_checkpointing_enable()), adapters (--lora), or more stages"
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeshard.errors import PartitionError, counted
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.memory import Memory, Training, format_bytes, tensor_bytes
+from pipeshard.planner.memory import REMEDIES, Memory, Training, format_bytes, tensor_bytes
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.search import Searched
 from pipeshard.schedule.simulate import Simulation, simulate_parts
@@ -169,11 +169,9 @@ def refuse_large(found: Sequence[InSlices], n: int | None = None) -> None:
     best = min(choices, key=lambda one: max(one.excess))
     rank, p = best.excess.index(max(best.excess)), len(best.memory)
     fitting = [f"num_slices={one.n} (fits)" for one in found if one.fits][:1]
-    remedies = [*fitting, "shorter or fewer samples in a microbatch", "activation recompute (--recompute)"]
     raise PartitionError(
         f"with {counted(best.n, 'slice')}, rank {rank} of {p} needs {format_bytes(best.memory[rank])}, but its "
-        f"device_memory is {format_bytes(best.limits[rank])}. Possible remedies: {', '.join(remedies)}, adapters "
-        f"(--lora), more stages than {p}"
+        f"device_memory is {format_bytes(best.limits[rank])}. Possible remedies: {', '.join([*fitting, REMEDIES])}"
     )
 
 

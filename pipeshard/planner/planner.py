@@ -19,12 +19,11 @@ from pipeshard.engine.refusals import refuse_sharded_packing
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError, counted
 from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.hf import can_recompute, recomputes
 from pipeshard.options import check_plan
 from pipeshard.planner.auto import search
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.memory import Footprint, Forms, Training, check_positive, format_bytes
+from pipeshard.planner.memory import REMEDIES, Footprint, Forms, Training, check_positive, format_bytes
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile, shapes_of
 from pipeshard.schedule.given import Schedule
@@ -50,36 +49,12 @@ def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tupl
     fastest = min(fitting, key=lambda e: (e.time, SIMPLEST.index(e.schedule), e.num_model_chunks))
     near = [e for e in fitting if e.time <= fastest.time * (1 + NEAR)]
     best = min(near, key=lambda e: (SIMPLEST.index(e.schedule), e.num_model_chunks))
-    if best is not fastest:
-        gain = f"{1 - fastest.time / best.time:.1%}"
-        why = f"simpler than {fastest.name}, which would be {gain} faster"
-        why = f"as fast as {fastest.name}, and simpler" if gain == "0.0%" else why
-    elif len(fitting) == 1:
-        why = "no other schedule can be used" if len(possible) == 1 else "no other schedule fits"
+    if best is fastest:
+        why = "the fastest that fits" if limits else "the fastest"
     else:
-        other = min((e for e in fitting if e is not best), key=lambda e: e.time)
-        lead = 1 - best.time / other.time
-        fits = " that fits" if limits else ""
-        ahead = f"the fastest{fits}, {lead:.1%} ahead of {other.name}"
-        why = ahead if lead else f"as fast as {other.name}, and simpler"
+        why = f"simpler than {fastest.name}, and at most {NEAR:.0%} slower"
     memory = f"rank {best.fullest} takes the most memory, {format_bytes(best.peak)}"
     return best, f"{best.name}: {why}; {memory}{f' of {format_bytes(limits[best.fullest])}' if limits else ''}."
-
-
-def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
-    """The remedies for a `candidate` that needs too much memory, as text. `others` are all estimates."""
-    fitting = [e.name for e in others if e.fits]
-    static = sum(memory.always for memory in candidate.memory)
-    least = -(-static // max(candidate.subject.devices.memory))
-    hints = [f"schedule {' or '.join(fitting)} (fits)"] if fitting else []
-    if any(memory.activations > memory.total // 4 for memory in candidate.memory):
-        hints.append("shorter or fewer samples in a microbatch")
-        subject = candidate.subject
-        if not subject.recomputed and can_recompute(subject.model):
-            hints.append("activation recompute (--recompute, or model.gradient_checkpointing_enable())")
-    p = len(candidate.memory)
-    needs = f" (parameters, gradients and optimizer states alone take at least {least} ranks)" if least > p else ""
-    return ", ".join([*hints, f"more stages than {p}{needs}"])
 
 
 LENGTH = 2048  # the largest default number of tokens in a generated sample
@@ -192,10 +167,11 @@ def plan(
     shown = candidates[chosen or (best.schedule, best.num_model_chunks)]
     if shown.fits is False:
         rank = max(range(pp_size), key=devices.excess(shown.memory).__getitem__)
+        fitting = [f"schedule {e.name} (fits)" for e in estimates if e.fits]
         raise PartitionError(
             f"with schedule {shown.program.name!r}, rank {rank} of {pp_size} needs {shown.memory[rank]}, but its "
             f"device_memory is {format_bytes(devices.memory[rank])}. Possible remedies: "
-            f"{what_would_help(shown, estimates)}"
+            f"{', '.join([*fitting, REMEDIES])}"
         )
     return Plan(
         model=type(model).__name__,
@@ -264,7 +240,7 @@ def automatic(subject: Subject, p: int, m: int) -> Automatic:
             raise PartitionError(problems[0])
         raise PartitionError(
             f"schedule={AUTO!r} found no program that fits in the memory of {counted(p, 'rank')} (limit per rank: "
-            f"{subject.devices.limits}). Use more memory, more stages, or activation recompute"
+            f"{subject.devices.limits}). Possible remedies: {REMEDIES}"
         )
     return Automatic(*min(found, key=_time), known and known[0])
 
@@ -321,7 +297,6 @@ def study(
         devices=Devices((), ()),
         forms=forms,
         in_seconds=measured is not None,
-        recomputed=any(map(recomputes, units)),
         again=None if is_whole else again,
         before_policy=[sum(cost) for cost in costs] if has_own else (),
     )
