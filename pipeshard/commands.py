@@ -102,7 +102,7 @@ def _times(plan: Plan) -> Table:
     crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
     table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
     table.add_column("stage", justify="right", no_wrap=True)
-    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=30)
+    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=32)
     for name in ("params", "F", "B", "W", "in", "back"):
         table.add_column(name, justify="right", no_wrap=True)
     for stage in plan.stages:

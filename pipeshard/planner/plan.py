@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -70,30 +69,11 @@ class StagePlan:
     returned: int
 
 
-SHOWN_UNITS = 5  # the largest number of names that `in_short` lists
-
-
 def in_short(names: Sequence[str]) -> str:
-    """Join names, and merge names that differ only in consecutive numbers: embed, layers.0-11, norm.
-
-    If more than `SHOWN_UNITS` names remain, only the first and the last are kept.
-    """
-    groups: list[tuple[str, str, int, int]] = []  # before the number, after it, the first and last number
-    for name in names:
-        # split at the last number between dots: ("layers.", 3, ".attention")
-        found = re.fullmatch(r"(|.*\.)(\d+)((?:\.[^.]*[^.\d][^.]*)*)", name)
-        before, number, after = (found[1], int(found[2]), found[3]) if found else (name, -1, "")
-        if groups and number >= 0 and groups[-1][:2] == (before, after) and groups[-1][3] + 1 == number:
-            groups[-1] = (*groups[-1][:3], number)
-        else:
-            groups.append((before, after, number, number))
-    shown = [
-        before + ("" if first < 0 else f"{first}" if first == last else f"{first}-{last}") + after
-        for before, after, first, last in groups
-    ]
-    if len(shown) > SHOWN_UNITS:
-        return f"{shown[0]} ... {shown[-1]}"
-    return ", ".join(shown)
+    """The first and the last name, the last without the path that both share: model.layers.4 to 8."""
+    ends = list(dict.fromkeys([*names[:1], *names[-1:]]))
+    shared = os.path.commonprefix(ends).rpartition(".")[0]
+    return " to ".join([*ends[:1], *(name.removeprefix(f"{shared}.") for name in ends[1:])])
 
 
 UNUSABLE = "cannot be cut this way"  # shown for an estimate with a problem

@@ -98,7 +98,7 @@ def test_what_crosses_is_the_hidden_states_and_their_gradient() -> None:
     assert (second.received, second.returned) == (HIDDEN, HIDDEN)
     (value,) = second.enters
     assert (value.shape, value.dtype, value.gradient) == ((ROWS // M, LENGTH, 32), "float32", True)
-    assert f"{first.units}, " in f"model.embed_tokens, model.layers.0-{first.calls - 2}, "
+    assert first.units == f"model.embed_tokens to layers.{first.calls - 2}"
 
 
 def test_nothing_crosses_between_the_chunks_of_one_rank() -> None:
@@ -357,7 +357,8 @@ def test_sizes_are_read_and_written() -> None:
 
 
 def test_units_in_short() -> None:
-    assert in_short(["embed", *(f"model.layers.{k}" for k in range(12)), "norm"]) == "embed, model.layers.0-11, norm"
-    assert in_short(["h.3.attn", "h.4.attn", "h.4.mlp"]) == "h.3-4.attn, h.4.mlp"
-    assert in_short([f"h.{k}.{part}" for k in range(4) for part in ("attn", "mlp")]) == "h.0.attn ... h.3.mlp"
-    assert in_short(["layer.0", "layer.0", "layer.2"]) == "layer.0, layer.0, layer.2"
+    assert in_short(["embed", "h.0", "norm"]) == "embed to norm"
+    assert in_short(["model.embed", *(f"model.layers.{k}" for k in range(12))]) == "model.embed to layers.11"
+    assert in_short([f"model.layers.{k}" for k in range(4, 49)]) == "model.layers.4 to 48"
+    assert in_short(["layer.0", "layer.0"]) == "layer.0" and in_short([]) == ""
+    assert in_short(["layer.0", "layer.0", "layer.2"]) == "layer.0 to 2"
