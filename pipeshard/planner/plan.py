@@ -72,7 +72,7 @@ class StagePlan:
 def in_short(names: Sequence[str]) -> str:
     """The first and the last name, the last without the path that both share: model.layers.4 to 8."""
     ends = list(dict.fromkeys([*names[:1], *names[-1:]]))
-    shared = os.path.commonprefix(ends).rpartition(".")[0]
+    shared = os.path.commonprefix(ends).rpartition(".")[0]  # noqa: RUF071 - names, cut at a dot
     return " to ".join([*ends[:1], *(name.removeprefix(f"{shared}.") for name in ends[1:])])
 
 
