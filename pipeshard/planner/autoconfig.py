@@ -16,7 +16,6 @@ from pipeshard.planner.plan import UNUSABLE, Estimate
 from pipeshard.planner.planner import NEAR, SIMPLEST, attempt, first_microbatch, schedules, study, timed
 from pipeshard.planner.profile import Profile
 from pipeshard.schedule.schedules import SCHEDULES
-from pipeshard.split.partition import is_profile
 from pipeshard.split.policy import Policy
 
 
@@ -156,7 +155,7 @@ class AutoConfig(Layout):
         batch: Any,
         ranks: int,
         global_batch: int,
-        microbatch_size: int | Sequence[int] = 1,
+        microbatch_size: int = 1,
         schedules: Sequence[str] = tuple(SCHEDULES),
         profile: Profile | str | Path | None = None,
         device_memory: str | int | Sequence[str | int] | None = None,
@@ -184,9 +183,8 @@ class AutoConfig(Layout):
         are the fastest.
 
         Args:
-            microbatch_size: the number of samples in a microbatch, or several sizes to choose from. Only measured times
-                show the benefit of larger microbatches: `partition="profile"` times units at each size, and
-                `partition="profile:times.json"` keeps the times of each size in its own file (times-2.json).
+            microbatch_size: the number of samples in a microbatch. To compare sizes, call `choose` once per size, and
+                compare `time`. Only measured times (`partition="profile"`) show the benefit of larger microbatches.
             schedules: the schedules to choose from.
             pp_size: the largest number of stages; by default `ranks / tp_size`.
             device_memory: one value for all ranks, or one per rank, as for `device_speed`. A stage is assumed to have
@@ -199,30 +197,19 @@ class AutoConfig(Layout):
         layout fits in `device_memory`, and otherwise the errors of `pipeshard.plan`.
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
-        sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)
-        check_positive(ranks=ranks, microbatch_size=min(sizes, default=0))
-        if profile is not None and len(sizes) > 1:
-            raise ConfigurationError(
-                f"profile has the times of one microbatch size, but microbatch_size={sizes}: use "
-                "partition='profile:PATH', which keeps a file for each size, or pass one size"
-            )
+        legal = layouts(ranks, global_batch, microbatch_size, pp_size, tp_size)
         devices = Devices.parse(ranks, device_memory, device_speed, link)
-        unit, considered, measured = 0.0, [], False
-        for size, legal in _legal(ranks, global_batch, sizes, pp_size, tp_size).items():
-            microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
-            if microbatch.rows != size:
-                raise ConfigurationError(
-                    f"microbatch_size={size}, but the batch has only "
-                    f"{counted(microbatch.rows, 'sample')}: pass a larger batch"
-                )
-            timing = partition if isinstance(microbatch_size, int) else _of_size(partition, size)
-            subject = study(model, microbatch, criterion, policy, timing, training, profile, tp_plan)
-            subject = timed(subject, tflops, link)
-            measured = subject.in_seconds
-            unit = unit or (
-                1.0 if measured else sum(map(sum, subject.costs)) * global_batch / size / sum(devices.speeds) or 1.0
+        microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, microbatch_size, seq_len)
+        if microbatch.rows != microbatch_size:
+            raise ConfigurationError(
+                f"microbatch_size={microbatch_size}, but the batch has only "
+                f"{counted(microbatch.rows, 'sample')}: pass a larger batch"
             )
-            considered += [each for layout in legal for each in _simulated(subject, layout, schedules, unit, devices)]
+        subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan)
+        subject = timed(subject, tflops, link)
+        work = sum(map(sum, subject.costs)) * global_batch / microbatch_size
+        unit = 1.0 if subject.in_seconds else work / sum(devices.speeds) or 1.0
+        considered = [each for layout in legal for each in _simulated(subject, layout, schedules, unit, devices)]
         considered.sort(key=lambda each: (bool(each.estimate.problem), each.estimate.time))
         best = _best(considered, devices)
         layout, estimate = best.layout, best.estimate
@@ -235,31 +222,10 @@ class AutoConfig(Layout):
             num_model_chunks=estimate.num_model_chunks,
             partition=estimate.counts,
             time=estimate.time,
-            unit="seconds" if measured else "relative",
+            unit="seconds" if subject.in_seconds else "relative",
             considered=tuple(considered),
             tp_size=tp_size,
         )
-
-
-def _legal(
-    ranks: int, global_batch: int, sizes: Sequence[int], pp_size: int | None, tp_size: int
-) -> dict[int, list[Layout]]:
-    """The legal layouts for each microbatch size that has any. Raises the first size's error if no size has any."""
-    found, errors = {}, []
-    for size in sizes:
-        try:
-            found[size] = layouts(ranks, global_batch, size, pp_size, tp_size)
-        except ConfigurationError as error:
-            errors.append(error)
-    if not found:
-        raise errors[0]
-    return found
-
-
-def _of_size(partition: str, size: int) -> str:
-    """Add the microbatch size to the file name of a "profile:PATH" partition. Returns other partitions unchanged."""
-    file = partition.partition(":")[2] if is_profile(partition) else ""
-    return f"profile:{(path := Path(file)).with_stem(f'{path.stem}-{size}')}" if file else partition
 
 
 def _simulated(
