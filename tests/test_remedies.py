@@ -76,6 +76,7 @@ PAGES_ELSEWHERE = {  # clauses, rows and headings of the other pages whose remed
     ERRORS + "`RankError`": (
         "distributed/test_supervision.py::test_ranks_that_fail_leave_reports_that_tell_what_happened"
     ),
+    TROUBLES + "`resize_token_embeddings` on": "checkpoint/test_model.py::test_new_tokens_of_a_model_on_meta",
     TROUBLES + "`trainer.model.generate(...)`": (
         "test_trainer.py::test_a_trainer_s_model_that_generates_names_the_trainer_s_call"
     ),

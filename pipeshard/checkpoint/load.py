@@ -38,10 +38,6 @@ except ImportError:  # with transformers 4, models have the layout of their chec
 logger = logging.getLogger("pipeshard")
 SHOWN = 8  # the maximum number of names in a warning
 COMPARED = 2**22  # the number of elements that are compared at a time
-RESIZED = (
-    " (pipeshard does not resize embeddings: load the model with its weights, call resize_token_embeddings on it, save "
-    "it with save_pretrained, and pass the new folder)"
-)
 
 
 @dataclass
@@ -115,15 +111,6 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         }
         return {_replaced(name, names.items()): tensor for name, tensor in kept.items()}
     return dict(core_model_loading.revert_weight_conversion(model, kept))
-
-
-def _input_embedding(model: nn.Module) -> str | None:
-    """The name of the weight that transformers' `resize_token_embeddings` resizes."""
-    try:
-        module = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
-    except NotImplementedError:  # a model without tokens
-        return None
-    return next((f"{name}.weight" for name, one in model.named_modules() if one is module), None)
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
@@ -286,9 +273,7 @@ class _Plan:
                         continue
                     self.scales[layer], expected = source.scales[min(keys)], tuple(state[layer].shape)
                 if shape != expected:
-                    is_resized = name == _input_embedding(self.model) and shape[1:] == expected[1:]
-                    remedy = RESIZED if is_resized else ""
-                    self.problems.append(f"{name} has shape {shape}, but {expected} in the model{remedy}")
+                    self.problems.append(f"{name} has shape {shape}, but {expected} in the model")
                 first = self.first[name]
                 other = self.makes.get(first)
                 if other and (is_tied(name) or is_tied(other.target)):

@@ -582,11 +582,11 @@ def resized(folder: str) -> None:
 
 @pytest.mark.turns
 def test_new_tokens_of_a_model_on_meta(pool: Pool, tmp_path: Path) -> None:
-    """The error about a resized embedding, for which the folder has no rows, said nothing of what to do."""
+    """The folder has no rows for the new tokens of a model without values: docs/troubleshooting.md has the remedy."""
     model: Any = zoo.build("llama-tied")
     model.save_pretrained(tmp_path / "old")
     for message in pool.run_expecting(CheckpointError, resized, 2, str(tmp_path / "old")):
-        assert "embed_tokens.weight has shape" in message and "call resize_token_embeddings on it" in message
+        assert "embed_tokens.weight has shape" in message and "Pass this model's checkpoint" in message
     model.resize_token_embeddings(zoo.VOCABULARY + 2)
     model.save_pretrained(tmp_path / "new")
     blank = PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "new")
