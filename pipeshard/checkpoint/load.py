@@ -84,7 +84,8 @@ class Conversion:
         buffers = [name for name, _ in model.named_buffers()]
         ignored += [pattern for pattern in OLD_BUFFERS if any(re.search(pattern, name) for name in buffers)]
         older = _older(model)
-        for key in sorted(keys, key=_natural):
+        order = core_model_loading.dot_natural_key if transforms else None  # the order on which transformations depend
+        for key in sorted(keys, key=order):
             target, pattern = _renamed(_replaced(key, older), renamings, converters, prefix, known)
             if target not in known and key in known:
                 target, pattern = _renamed(key, [], [], prefix, known)
@@ -138,13 +139,6 @@ def _renamed(
         shorter = key.removeprefix(f"{prefix}.")
         return next((name for name in (shorter, f"{prefix}.{key}") if name in known), key), None
     return key, None
-
-
-def _natural(key: str) -> list[tuple[bool, str, int]]:
-    """A sort key that compares the digits at the end of each dotted part as a number: `shard_2` is before `shard_10`.
-    This is transformers' order, on which transformations depend."""
-    parts = [(part.rstrip("0123456789"), part) for part in key.split(".")]
-    return [(text != "", text, int(part[len(text) :] or -1)) for text, part in parts]
 
 
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
