@@ -91,7 +91,7 @@ ALIASES |= dict.fromkeys(("batch_size", "micro_batch_size"), "per_device_train_b
 ALIASES |= dict.fromkeys(("stages", "pipeline_stages"), "pp") | dict.fromkeys(("output", "out"), "output_dir")
 ALIASES |= dict.fromkeys(("seq_len", "sequence_len", "max_seq_length"), "max_length")
 ALIASES |= {"epochs": "num_train_epochs", "lr": "learning_rate"}
-ALIASES |= {"num_machines": "nnodes", "mixed_precision": "bf16"}
+ALIASES |= {"num_processes": "pp", "num_machines": "nnodes", "mixed_precision": "bf16"}
 # The advice in the planner's errors, and the same advice for these settings.
 ADVICE = {
     "shorter or fewer samples in a microbatch": "a smaller max_length or per_device_train_batch_size",
@@ -228,20 +228,9 @@ def unknown_settings(kind: str, names: Sequence[str], known: Collection[str]) ->
     shown = []
     for name in names:
         plain = re.split("[= ]", name.lstrip("-"))[0].replace("-", "_")
-        if ALIASES.get(plain) not in known and plain in of_launcher():
-            shown.append(f"{name} (an option of accelerate launch; pp, dp, tp and nnodes set the ranks)")
-            continue
         close = [ALIASES[plain]] if ALIASES.get(plain) in known else get_close_matches(plain, known, n=3)
         shown.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
     return f"pipeshard {kind} has no setting {', '.join(shown)}. pipeshard {kind} --help lists the settings"
-
-
-def of_launcher() -> Collection[str]:
-    """The settings in TRL's config files that TRL passes to `accelerate launch`, and `accelerate_config`, which names
-    accelerate's own config file."""
-    from accelerate.commands.launch import launch_command_parser
-
-    return {"accelerate_config", *vars(launch_command_parser().parse_args(["script"]))}
 
 
 def checked_config(settings: Namespace) -> None:
@@ -391,37 +380,25 @@ def loaded(settings: Namespace) -> Any:
 
 
 def unreadable_data(path: Path, error: BaseException) -> ConfigurationError:
-    """The error for local data that cannot be read. For a .jsonl file, it shows the first line that is not JSON."""
-    if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            for number, text in enumerate(file, 1):
-                try:
-                    json.loads(text.strip() or "0")
-                except ValueError:
-                    return ConfigurationError(f"line {number} of dataset_name={path} is not valid JSON: {text[:60]!r}")
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return ConfigurationError(f"dataset_name={path} cannot be read: {summary(error)}")
+    cause = error.__cause__ or error  # `datasets` wraps the reader's error
+    return ConfigurationError(f"dataset_name={path} cannot be read: {summary(cause)}: correct or replace it")
 
 
 def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
     """Raise ConfigurationError for data without the columns that TRL requires, or with messages that are not chats."""
     if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return
-    has, start, name = data.column_names, data[:100], settings.dataset_name
+    if kind == "sft" and trl().is_conversational_from_value(first_row(data)):
+        return  # TRL converts the turns
+    has, name = data.column_names, settings.dataset_name
     text = getattr(settings, "dataset_text_field", "text")
     ways = [[text if column == "text" else column for column in way] for way in COLUMNS[kind]]
-    chat = next((name for name in ("conversations", "conversation") if kind == "sft" and name in has), None)
-    target = "conversations" if chat and "'from':" in str(start[chat][:1]) else "messages"  # TRL converts {from, value}
-    if chat == target:
-        return
     if not any(set(way) <= set(has) for way in ways):
         *first, last = [" and ".join(way) for way in ways]
         needs = ", or ".join(([", ".join(first)] if first else []) + [last])
-        rename = f". Rename {chat} to {target}" if chat else ""
         columns = f"column{'s' * (len(has) != 1)} {', '.join(has)}"
-        raise ConfigurationError(f"{name} has the {columns}, but {kind} needs {needs}{rename}")
-    for number, turns in enumerate(start["messages"] if kind == "sft" and "messages" in has else (), 1):
+        raise ConfigurationError(f"{name} has the {columns}, but {kind} needs {needs}: rename or add columns")
+    for number, turns in enumerate(data[:100]["messages"] if kind == "sft" and "messages" in has else (), 1):
         if not (
             isinstance(turns, list) and turns and all(isinstance(turn, dict) and turn.get("role") for turn in turns)
         ):
@@ -429,6 +406,11 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
                 f"messages in row {number} of {name} must be a list of turns, each with role and content, got "
                 f"{str(turns)[:60]}"
             )
+
+
+def first_row(data: Any) -> dict[str, Any]:
+    """The first row without its empty lists: TRL's functions expect that each list has an entry."""
+    return {name: value for name, value in next(iter(data), {}).items() if value != []}
 
 
 def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) -> None:
@@ -439,7 +421,7 @@ def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) 
     is_raw = (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
     if settings.dataset_streaming or is_raw or (is_setting and settings.chat_template_path):
         return
-    row = {name: value for name, value in next(iter(data), {}).items() if value != []}
+    row = first_row(data)
     if not trl().is_conversational(row) and not (kind == "sft" and trl().is_conversational_from_value(row)):
         return
     try:

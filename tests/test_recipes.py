@@ -503,13 +503,11 @@ def test_every_unknown_setting_is_named_with_its_own_name(tmp_path: Path) -> Non
     )
 
 
-def test_options_of_accelerate_are_named_as_such(tmp_path: Path) -> None:
+def test_options_of_accelerate_are_translated(tmp_path: Path) -> None:
     """A file for `trl sft --config`, with options that TRL passes on, asked whether dataset_num_proc was meant."""
     (tmp_path / "recipe.yaml").write_text("num_processes: 4\naccelerate_config: zero2\nnum_machines: 2")
     output, where = said("sft", f"--config={tmp_path}/recipe.yaml").output, f"in {tmp_path}/recipe.yaml"
-    ours = "(an option of accelerate launch; pp, dp, tp and nnodes set the ranks)"
-    for name in ("num_processes", "accelerate_config"):
-        assert f"{name} {where} {ours}" in output
+    assert f"num_processes {where} (did you mean pp?)" in output and f"accelerate_config {where}" in output
     assert f"num_machines {where} (did you mean nnodes?)" in output
 
 
@@ -523,13 +521,13 @@ CHAT_TURNS = '{"role": "user", "content": "a"}'
             "sft",
             f'{{"conversation": [{CHAT_TURNS}]}}',
             "chats.jsonl has the column conversation, but sft needs messages, prompt and completion, story, or "
-            "input_ids. Rename conversation to messages",
+            "input_ids: rename or add columns",
         ),
-        ("sft", '{"conversation": [{"from": "user", "value": "a"}]}', "Rename conversation to conversations"),
-        ("sft", f'{{"conversations": [{CHAT_TURNS}]}}', "Rename conversations to messages"),
+        ("sft", '{"conversation": [{"from": "user", "value": "a"}]}', "has the column conversation, but sft needs"),
+        ("sft", f'{{"conversations": [{CHAT_TURNS}]}}', "has the column conversations, but sft needs messages"),
         ("sft", f'{{"messages": [{CHAT_TURNS}]}}\n{{"messages": "b"}}', "messages in row 2 of "),
         ("sft", '{"messages": [{"from": "user", "value": "a"}]}', "each with role and content, got [{'from'"),
-        ("sft", '{"text": "a"}\n\n{"text": oops}\n', "line 3 of dataset_name="),
+        ("sft", '{"text": "a"}\n\n{"text": oops}\n', "chats.jsonl cannot be read: "),
         ("sft", "", "chats.jsonl is empty"),
         ("dpo", '{"prompt": "a", "chosen": "b"}', "columns prompt, chosen, but dpo needs chosen and rejected"),
         ("reward", '{"text": "b"}', "reward needs chosen and rejected, chosen_ids and rejected_ids, or"),
