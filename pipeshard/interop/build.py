@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -64,7 +64,7 @@ class StageModule(nn.Module):
         self.index, self.num_stages, self.whole, self.names = index, len(policy.placement), whole, tuple(names)
         # A tuple, so that the model, which contains the modules of all stages, is not registered as a submodule.
         self._source = (model, policy, criterion)
-        self._traces = self._new_traces()
+        self._traces = Traces(policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0
         self.carry, self.is_carried = carry, False  # is_carried: whether the caller begins and ends the Carry
         self.planned: Microbatch | None = None  # the microbatch of the next forward, if the caller has looked it up
@@ -90,29 +90,17 @@ class StageModule(nn.Module):
         self._source[0].train(mode)
         return self
 
-    def _new_traces(self) -> Traces:
-        return Traces(self._source[1], Recompute.of(False, 0, self.num_stages))
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
-        """Raise UsageError for a move to another device, and for a cast if other processes have stages: the parts of
-        the model outside this module would be neither moved nor cast. In one process, the first stage also casts the
-        buffers outside all units, which glue of every stage reads. Parameters are cast by the stages that hold them."""
-        model, policy, _ = self._source
-        is_alone = len(policy.chunks) == self.num_stages
+        """Raise UsageError for a move to another device and for a cast: the rest of the model, such as its buffers
+        outside all units, would be neither moved nor cast."""
         for dtype, device in {(parameter.dtype, parameter.device) for parameter in self.parameters()}:
             after = fn(torch.empty(0, dtype=dtype, device=device))
-            if after.device != device or (after.dtype != dtype and not is_alone):
+            if (after.dtype, after.device) != (dtype, device):
                 raise UsageError(
                     f"stage {self.index} ({dtype} on {device}) cannot be converted to {after.dtype} on {after.device} "
                     "after build, since the rest of the model would keep its dtype and its device: call "
                     "model.to(dtype) before build, and pass the runtime's device to build (device=...)"
                 )
-        if is_alone and _casts(fn):
-            self._traces = self._new_traces()  # also in a stage without parameters: its glue reads those of others
-        if is_alone and self.index == 0:
-            kept = {tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)}
-            units = {policy.units[call.unit] for call in policy.flow.calls}
-            _apply_outside(model, units, lambda tensor: tensor if tensor in kept else fn(tensor))
         return super()._apply(fn, recurse)
 
     def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
@@ -210,23 +198,6 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
     return root, key
-
-
-def _casts(fn: Callable[[Tensor], Tensor]) -> bool:
-    """Whether `fn` changes a floating-point dtype."""
-    dtypes = torch.half, torch.bfloat16, torch.float, torch.double
-    return any(fn(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in dtypes)
-
-
-def _apply_outside(module: nn.Module, units: Set[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply `fn` to the buffers of `module` outside these units, and to modules inside it that contain no unit."""
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        module._buffers[name] = fn(buffer)
-    for child in module.children():
-        if units.isdisjoint(child.modules()):
-            child._apply(fn)
-        elif child not in units:
-            _apply_outside(child, units, fn)
 
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
