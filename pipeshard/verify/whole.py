@@ -6,9 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
@@ -94,8 +92,7 @@ class WholeBatch:
         self, make: Make, device: torch.device, draws: bool, note: Callable[[], None], differs: Callable[[], None]
     ) -> None:
         self.make, self.device, self.draws, self.note, self.differs = make, device, draws, note, differs
-        self.drew = self.drew_in_python = self.is_told = False
-        self.norms = _Norms()
+        self.drew = self.drew_in_python = False
 
     def compare(
         self, batch: Batch, weights: Weights, by_loss: bool = True, by_outputs: bool = True, units: Sequence[str] = ()
@@ -115,8 +112,6 @@ class WholeBatch:
         differences = self._differences(RunMode(draws=SHARED if self.draws else "")) if by_loss else ""
         if by_outputs and (differences or not by_loss):
             differences = self._by_outputs()
-        if self.norms.met and not self.is_told:  # booster.boost warns about batch norm modules
-            self.found.moving.append("F.batch_norm normalizes each microbatch with its own mean and variance")
         if differences:
             raise Coupled(f"{differences}. {self._place()}")
         return self.found
@@ -244,7 +239,6 @@ class WholeBatch:
         own, criterion = self.make(way.dtype)
         if way.training:
             for module in own.model.modules():
-                self.is_told |= is_batch_norm(module)
                 if (is_batch_norm(module) and has_statistics(module)) or is_dropout(module):
                     module.training = False
         else:
@@ -274,7 +268,7 @@ class WholeBatch:
     def _sizes(self, batch: Batch) -> list[int]:
         own, _ = self.make(None)
         randomness = Randomness(self.device)
-        with torch.no_grad(), self.norms, randomness.step(WHOLE_SEED, 0):
+        with torch.no_grad(), randomness.step(WHOLE_SEED, 0):
             randomness.at(0)
             return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
 
@@ -316,7 +310,7 @@ class WholeBatch:
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)
-        with self.norms, randomness.step(WHOLE_SEED, 0):
+        with randomness.step(WHOLE_SEED, 0):
             randomness.at(0)
             before = python_state()
             with around:
@@ -374,26 +368,6 @@ def _counters(own: Copies) -> dict[tuple[int, str], int]:
     objects += [dict(getattr(one, "__dict__", {})) for one in criterion]
     places = ((k, name, value) for k, held in enumerate(objects) for name, value in held.items())
     return {(k, name): value for k, name, value in places if type(value) is int}
-
-
-class _Norms(TorchFunctionMode):
-    """Function mode in which F.batch_norm runs as in evaluation: with running statistics, or without normalization."""
-
-    met = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is not F.batch_norm:
-            return func(*args, **kwargs)
-        names = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("training"):
-            self.met = True
-            x = given["input"]
-            if given.get("running_mean") is None:
-                given["running_mean"], given["running_var"] = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
-            given["training"] = False
-        return func(**given)
 
 
 class _Constant(SharedDraws):

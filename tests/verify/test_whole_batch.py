@@ -160,6 +160,14 @@ class NormedByHand(Layer):
         return super().forward(F.batch_norm(x.transpose(1, 2), None, None, training=True).transpose(1, 2))
 
 
+class NormedWeights(Layer):
+    """As a convolution of timm or BiT, whose weights are standardized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.batch_norm(self.inner.weight[None], None, None, training=True)[0]
+        return x + F.linear(x, weight, self.inner.bias).tanh()
+
+
 class NormedAndCentred(Normed):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(0, keepdim=True))
@@ -315,7 +323,8 @@ CASES = {
         lambda: Net(Bank), "The second microbatch attends to the first one.", "that the next microbatch reads"
     ),
     "batch norm": Case(lambda: Net(Normed), "Accumulation of microbatches is what everybody means."),
-    "batch norm by hand": Case(lambda: Net(NormedByHand), "The same as a function.", moving="F.batch_norm"),
+    "batch norm by hand": Case(lambda: Net(NormedByHand), "It has no statistics to run with.", "unit layers.0"),
+    "batch norm of weights": Case(lambda: Net(NormedWeights), "It mixes no samples."),
     "batch norm and centred": Case(lambda: Net(NormedAndCentred), "It hides nothing beside it.", "unit layers.0"),
     "spectral norm": Case(
         lambda: Net(Spectral), "Its vectors move with each microbatch.", moving="updated once per microbatch"
