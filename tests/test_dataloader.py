@@ -6,6 +6,7 @@ import gc
 import io
 import itertools
 import logging
+import math
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -1181,6 +1182,7 @@ MANY: dict[str, Any] = {
     "losses": lambda values: dict.fromkeys(values, 0.5),
     "buckets": lambda values: {f"bucket {k}": values[k::100] for k in range(100)},
     "counts": Counter,
+    "other keys and a large number": lambda values: [values, {None: 2**100, 0.5: -math.inf}],
 }
 
 
@@ -1200,9 +1202,8 @@ def test_a_position_with_many_values_can_be_loaded(tmp_path: Path, monkeypatch: 
 def test_a_position_is_as_large_as_in_its_file() -> None:
     """A training state declared its few bytes of JSON as a tensor of a terabyte, which a resume allocated."""
     sampler = Ordered()
-    text = torch.tensor([ord("7")], dtype=torch.uint8).expand(2**40)
-    state = {"0 Ordered": {"attributes": {"indices": {"pipeshard.kind": "json", "arguments": [text]}}}}
-    Order(sampler).load_state(state)
+    text = torch.tensor(list(b'{"indices": 7}'), dtype=torch.uint8).as_strided([2**40], [0])
+    Order(sampler).load_state({"0 Ordered": {"attributes": {"pipeshard.kind": "json", "arguments": [text]}}})
     assert sampler.indices == 7
 
 

@@ -116,11 +116,12 @@ class Order:
         now = self._plain_values()
         for (key, name), value in now.items():
             if (key, name) not in self._first or not is_equal(value, self._first[key, name]):
-                state.setdefault(key, {}).setdefault("attributes", {})[name] = saved(value)
+                state.setdefault(key, {}).setdefault("attributes", {})[name] = copied_value(value)
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned. Raises CheckpointError for the state of a different sampler."""
+        """Restore a state that `state` or `packed` returned. Raises CheckpointError for the state of a different
+        sampler."""
         members = self.members
         for key in state:
             if key not in members:
@@ -129,14 +130,15 @@ class Order:
                     "does not use, or uses at another place (its samplers and streams, in order: "
                     f"{', '.join(key.partition(' ')[2] for key in members)}): create the dataloader as before the save"
                 )
+        attributes = {key: _unpacked(entry.get("attributes", {})) for key, entry in state.items()}
         for (key, name), value in self._first.items():  # reset the attributes that the state does not contain
-            if key in members and name not in state.get(key, {}).get("attributes", {}):
+            if key in members and name not in attributes.get(key, {}):
                 _give_back(members[key], name, copied_value(value))
         for key, entry in state.items():
             if "state_dict" in entry:
                 members[key].load_state_dict(entry["state_dict"])
-            for name, value in entry.get("attributes", {}).items():
-                _give_back(members[key], name, restored(value))
+            for name, value in attributes[key].items():
+                _give_back(members[key], name, copied_value(value))
         self._told = list(map(_epoch, self._counting))
 
     def _plain_values(self) -> dict[Attribute, Any]:
@@ -232,11 +234,10 @@ def copied_value(value: Any) -> Any:
 
 
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-KIND = "pipeshard.kind"  # the key for the original type, if a checkpoint must not contain this type
+KIND = "pipeshard.kind"  # the key for the original type of a value that JSON cannot hold
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, deque, int, float)}
 KINDS: dict[str, Callable[..., Any]] = {
     "array": lambda tensor: tensor.numpy(),
-    "json": lambda text: _unpacked(text),
     "tuple": tuple,
     "dict": lambda keys, values: dict(zip(keys, values, strict=True)),
     "set": set,
@@ -248,21 +249,21 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def saved(value: Any) -> Any:
-    """Convert a value to types that a checkpoint may contain: lists, tuples, dicts, tensors and scalars. `restored`
-    converts it back."""
-    if isinstance(value, Mapping):
-        entries = {saved(key): saved(entry) for key, entry in value.items()}
-        if isinstance(value, defaultdict):
-            return _marked("defaultdict", entries, getattr(value.default_factory, "__name__", None))
-        return entries if type(value) is dict else _marked(type(value).__name__, entries)
+    """A copy of a plain value, of types that JSON restores, tensors and bytes. Other types are marked."""
+    if isinstance(value, defaultdict):
+        return _marked("defaultdict", saved(dict(value)), getattr(value.default_factory, "__name__", None))
+    if isinstance(value, Mapping) and type(value) is not dict:
+        return _marked(type(value).__name__, saved(dict(value)))
+    if isinstance(value, dict) and not all(type(key) is str for key in value):
+        return _marked("dict", saved(list(value)), saved(list(value.values())))
+    if isinstance(value, dict):
+        return {key: saved(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return list(value) if _has_scalars(value) else [saved(entry) for entry in value]
-    if isinstance(value, set):
-        return _marked("set", saved(list(value)))
+    if isinstance(value, tuple | set):
+        return _marked(type(value).__name__, saved(list(value)))
     if isinstance(value, deque):
         return _marked("deque", saved(list(value)), value.maxlen)
-    if isinstance(value, tuple):
-        return tuple(map(saved, value))
     if isinstance(value, np.ndarray):
         return _marked("array", torch.from_numpy(value.copy()))
     if isinstance(value, np.generic):
@@ -274,86 +275,40 @@ def _marked(kind: str, *arguments: Any) -> dict[str, Any]:
     return {KIND: kind, "arguments": list(arguments)}
 
 
-def restored(value: Any) -> Any:
-    """A copy of the value that `saved` (and perhaps `packed`) converted. States saved by older versions of pipeshard
-    have lists instead of sets and deques, and tensors instead of arrays."""
-    if isinstance(value, dict) and KIND in value:
-        return KINDS[value[KIND]](*map(restored, value["arguments"]))
-    if isinstance(value, dict):
-        return {restored(key): restored(entry) for key, entry in value.items()}
-    if isinstance(value, list) and not _has_scalars(value):
-        return [restored(entry) for entry in value]
-    if isinstance(value, tuple):
-        return tuple(map(restored, value))
-    return copied_value(value)
-
-
-MOST_VALUES = 10_000  # in a collection of a state that is not packed
-JSON = {*SCALARS} - {bytes}  # types
-
-
 def packed(state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Convert a result of `Order.state`: long lists become JSON, in one tensor each. Unpickling a list takes a step for
-    each value, and `load_plain` limits the number of steps."""
+    """Convert a result of `Order.state` for a checkpoint: the attributes of each member become JSON in one tensor, and
+    the tensors that they contain. Unpickling a list takes a step for each value, and `load_plain` limits the number of
+    steps."""
     return {
-        key: {
-            part: {name: _packed(value) for name, value in values.items()} if part == "attributes" else values
-            for part, values in entry.items()
-        }
+        key: {part: _packed(values) if part == "attributes" else values for part, values in entry.items()}
         for key, entry in state.items()
     }
 
 
-def _packed(value: Any) -> Any:
-    """Pack a value that `saved` converted. `restored` converts it back."""
-    if _count(value) <= MOST_VALUES:
-        return value
-    if _is_json(value):
-        return _marked("json", torch.frombuffer(bytearray(json.dumps(_in_json(value)).encode()), dtype=torch.uint8))
-    if isinstance(value, dict) and KIND in value:
-        return _marked(value[KIND], *map(_packed, value["arguments"]))
-    if isinstance(value, dict):
-        return _marked("dict", _packed(list(value)), _packed(list(value.values())))
-    if isinstance(value, tuple):
-        return _marked("tuple", _packed(list(value)))
-    return [_packed(entry) for entry in value]
+def _packed(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    others: list[Any] = []  # values that JSON cannot hold
+
+    def mark(value: Any) -> dict[str, Any]:
+        others.append(value)
+        return _marked("other", len(others) - 1)
+
+    text = json.dumps(saved(attributes), default=mark).encode()
+    return _marked("json", torch.frombuffer(bytearray(text), dtype=torch.uint8), *others)
 
 
-def _unpacked(text: Tensor) -> Any:
-    """The value of a JSON that `_packed` made. Reads the tensor's storage, which is as large as in the file: a file may
-    declare any shape of a few bytes."""
+def _unpacked(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The attributes that `_packed` converted, or attributes that are not packed, as in states of version 0.2.0. Reads
+    the JSON tensor's storage, which is as large as in the file: a file may declare any shape of a few bytes."""
+    if KIND not in attributes:
+        return attributes
+    text, *others = attributes["arguments"]
+    kinds = KINDS | {"other": others.__getitem__}
     stored = torch.empty(0, dtype=torch.uint8).set_(text.untyped_storage())
-    return restored(json.loads(stored.numpy().tobytes()))
 
+    def unmark(entry: dict[str, Any]) -> Any:
+        return kinds[entry[KIND]](*entry["arguments"]) if KIND in entry else entry
 
-def _count(value: Any) -> int:
-    """The number of values in a collection, including those in its collections."""
-    entries = list(value.values()) if isinstance(value, dict) else value
-    if not isinstance(entries, list | tuple):
-        return 1
-    return len(entries) if _has_scalars(entries) else sum(map(_count, entries))
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON can hold a value that `saved` converted: a number, a string, None, or a collection of these."""
-    if isinstance(value, dict):
-        return _is_json(list(value)) and _is_json(list(value.values()))
-    if not isinstance(value, list | tuple):
-        return type(value) in JSON
-    return JSON.issuperset(map(type, value)) or all(map(_is_json, value))
-
-
-def _in_json(value: Any) -> Any:
-    """Convert a value to types that JSON restores exactly. `restored` converts it back."""
-    if isinstance(value, dict) and not all(type(key) is str for key in value):
-        return _marked("dict", _in_json(list(value)), _in_json(list(value.values())))
-    if isinstance(value, dict):
-        return {key: _in_json(entry) for key, entry in value.items()}
-    if isinstance(value, tuple):
-        return _marked("tuple", _in_json(list(value)))
-    if isinstance(value, list) and not _has_scalars(value):
-        return [_in_json(entry) for entry in value]
-    return value
+    return json.loads(stored.numpy().tobytes(), object_hook=unmark)
 
 
 def _give_back(member: Any, name: str, value: Any) -> None:
