@@ -37,7 +37,7 @@ logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 STEPS_LEFT = 4  # smallest number of steps of a proof after its first one
 STEPS_OF_PROOF = 6  # duration of a proof after its first step if nothing differs, in steps of the unsplit model
-COPY_REMEDY = "To check it, keep this object outside of the model and criterion, or give its class a __deepcopy__"
+COPY_REMEDY = "To check it, keep such an object outside of the model and criterion, or give its class a __deepcopy__"
 BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
     "or in the criterion",

@@ -23,9 +23,8 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.engine.step_guard import contents
-from pipeshard.errors import summary
+from pipeshard.errors import PipeshardError, explained, summary
 from pipeshard.graph.functions import CALLABLES, Memo, reached
-from pipeshard.graph.places import PathStep, entries_of, format_path
 from pipeshard.graph.preserve import without_tf32
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.graph.snapshot import Snapshot
@@ -63,14 +62,11 @@ class Copies:
 
         Closures (hooks, lambdas) are also copied: otherwise every copy would modify the user's own captured objects.
         Objects without model state are shared, such as the log writer of a trainer whose method is the criterion.
-        Raises Uncopyable or deepcopy's error for other objects that cannot be copied.
+        Raises Uncopyable for other objects that cannot be copied.
         """
-        try:
+        others = torch.OutOfMemoryError, MemoryError, PipeshardError
+        with explained(lambda error: Uncopyable(f"deepcopy raised {summary(error)}"), but=others):
             made = self._copied()
-        except Exception as error:  # deepcopy may raise anything
-            if place := self._uncopyable():
-                raise Uncopyable(f"{place} cannot be copied ({summary(error)})") from error
-            raise
         for tensor in made._tensors():
             to = dtype if tensor.is_floating_point() else None
             tensor.data = tensor.data.to(device, to)
@@ -89,26 +85,11 @@ class Copies:
         made.optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
         return made
 
-    @property
+    @functools.cached_property
     def shared(self) -> dict[int, Any]:
         """A memo for deepcopy with the objects that all copies share."""
-        return {id(one): one for one in self._reached.reached if is_shared(one)}
-
-    @functools.cached_property
-    def _reached(self) -> Snapshot:
-        return Snapshot({"": self.model, "the criterion": self.criterion, "the optimizer": self.optimizer})
-
-    def _uncopyable(self) -> str:
-        """The place of the first object that deepcopy cannot copy, or "" if none is found."""
-        for path, _, how, content, *_ in self._reached.holders:
-            for key, value in entries_of(content) if how not in ("global", "class") else ():
-                if is_shared(value) or isinstance(value, nn.Module | Tensor | Optimizer | dict | list):
-                    continue
-                try:
-                    copy.deepcopy(value)
-                except Exception:  # deepcopy may raise anything
-                    return format_path((*path, PathStep(how, key)))
-        return ""
+        snapshot = Snapshot({"": self.model, "the criterion": self.criterion, "the optimizer": self.optimizer})
+        return {id(one): one for one in snapshot.reached if is_shared(one)}
 
     def drawn(self, device: torch.device, rule: InitWeights, seed: int) -> "Copies":
         """A copy in which meta tensors are allocated and initialized."""
