@@ -20,10 +20,9 @@ FOR_CRITERION = "criterion."  # prefix of inputs that only the criterion receive
 
 
 class Span(NamedTuple):
-    """A range of positions (of tokens) in a batch: the first position, the number of positions in the range, and the
-    `total` number in the batch."""
+    """The number of positions (of tokens) of a microbatch, which begin at the batch's first position, and the `total`
+    number in the batch."""
 
-    start: int
     length: int
     total: int
 

@@ -262,7 +262,7 @@ class Outputs:
         for k, (part, selection) in enumerate(zip(column, selections, strict=True)):
             view = whole
             for at, of_parts in spans.items():
-                view = view.narrow(at, *of_parts[k][:2])
+                view = view.narrow(at, 0, of_parts[k].length)
             view.index_copy_(dim, torch.tensor(selection.rows, device=view.device), part)
         return whole
 
@@ -308,7 +308,7 @@ def _spans(
             fewer = of_path[0].length - sizes[0] if of_path else 0
             is_shifted = fewer > 0 and bool(grows) and sum(slopes[at]) == 1
             if (not fewer or is_shifted) and sizes == [span.length - fewer for span in of_path]:
-                found.setdefault(at, [Span(s.start, s.length - fewer, s.total - fewer) for s in of_path])
+                found.setdefault(at, [Span(s.length - fewer, s.total - fewer) for s in of_path])
         if at not in found and (grows or len(set(sizes)) > 1):
             raise _unmergeable(name, "depends on how much padding a microbatch has")
     return found

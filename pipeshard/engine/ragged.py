@@ -26,7 +26,6 @@ from pipeshard.hf import (
     IGNORED,
     LABELS,
     MASK,
-    POSITIONS,
     is_encoder_decoder,
     is_mask,
     is_of_decoder,
@@ -48,19 +47,10 @@ CALL = {"cpu": 1e8, "cuda": 2e11}
 
 class Side(NamedTuple):
     """The positions of the encoder inputs of a batch (or its only inputs), or of its decoder inputs. `total` is the
-    number of positions including padding; sample k needs the positions [first[k], end[k])."""
+    number of positions including padding; sample k needs the first `lengths[k]` positions."""
 
     total: int
-    first: tuple[int, ...]
-    end: tuple[int, ...]
-
-    def length(self, sample: int) -> int:
-        return self.end[sample] - self.first[sample]
-
-    def span(self, samples: Sequence[int]) -> Span:
-        """The smallest Span that contains the positions of these samples."""
-        start = min(self.first[k] for k in samples)
-        return Span(start, max(self.end[k] for k in samples) - start, self.total)
+    lengths: tuple[int, ...]
 
 
 class Ragged:
@@ -106,8 +96,8 @@ class Ragged:
         """Split a batch into microbatches of at most `microbatch_tokens` padded tokens or, without this limit, of the
         number or size that `config` requests.
 
-        Raises BatchError if a sample has more than `microbatch_tokens` tokens, if the batch has neither token ids nor
-        embeddings, or if left padding cannot be removed.
+        Raises BatchError if a sample has more than `microbatch_tokens` tokens, or if the batch has neither token ids
+        nor embeddings.
         """
         sides = self._sides(batch)
         if config.microbatch_tokens is not None:
@@ -118,13 +108,14 @@ class Ragged:
         return [self._part(batch, rows, sides) for rows in groups]
 
     def _groups(self, sides: Mapping[str, Side], rows: int, limit: int) -> list[list[int]]:
-        lengths = [tuple(side.length(k) for side in sides.values()) for k in range(rows)]
+        lengths = list(zip(*(side.lengths for side in sides.values()), strict=True))
         for k, of_sample in enumerate(lengths):
             if sum(of_sample) > limit:
                 of = f" ({' and '.join(f'{n} of the {name}' for name, n in zip(sides, of_sample))})" * (len(sides) > 1)
                 raise BatchError(
                     f"sample {k} of the batch has {sum(of_sample)} tokens{of}, more than microbatch_tokens={limit}: "
-                    f"truncate samples to at most {limit} tokens, or increase microbatch_tokens"
+                    f"truncate samples to at most {limit} tokens, or increase microbatch_tokens. Padding on the left "
+                    "counts: pad on the right (tokenizer.padding_side = 'right')"
                 )
         groups = group(lengths, limit, self.cost, self.idle)
         longest = [[max(of_side) for of_side in zip(*(lengths[k] for k in samples))] for samples in groups]
@@ -173,14 +164,9 @@ class Ragged:
     def _side(self, name: str, batch: Batch, total: int) -> Side:
         used = self._used(name, batch, total)
         if used is None:
-            return Side(total, (0,) * batch.rows, (total,) * batch.rows)
-        used[:, 0] |= ~used.any(1)
-        first: list[int] = used.int().argmax(1).tolist()
-        end: list[int] = (total - used.flip(1).int().argmax(1)).tolist()
-        is_left = self._mask(name, batch, total) is not None and any(first) and set(end) == {total}
-        if is_left:
-            self._refuse_left(name, batch, total, first)
-        return Side(total, tuple(first) if is_left else (0,) * batch.rows, tuple(end))
+            return Side(total, (total,) * batch.rows)
+        used[:, 0] = True  # no microbatch is empty
+        return Side(total, tuple((total - used.flip(1).int().argmax(1)).tolist()))
 
     def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
         """Return a boolean tensor (samples, positions) that is False for padding, or None if neither a mask nor labels
@@ -212,31 +198,6 @@ class Ragged:
         paths = (path for path in targets(batch.tensors) if self._side_of(path) == name)
         return [batch.by_sample(path) for path in paths if self._dims(path, batch, total)]
 
-    def _refuse_left(self, name: str, batch: Batch, total: int, first: Sequence[int]) -> None:
-        """Raise BatchError for left padding whose removal would change the loss."""
-        if problem := self._counts_left(name, batch):
-            raise BatchError(f"microbatch_tokens: this batch has left padding, which would be removed, but {problem}")
-        rows = torch.arange(batch.rows)[torch.tensor(first) > 0]
-        for leaf in self._labels(name, batch, total):
-            predicted = leaf[rows, torch.tensor(first)[rows]] != IGNORED
-            if bool(predicted.any()):
-                sample = int(rows[predicted.reshape(len(rows), -1).any(1).cpu()][0])
-                raise BatchError(
-                    f"microbatch_tokens: sample {sample} of the batch has left padding, and the model predicts the "
-                    f"label of the sample's first token from this padding. Set that label to {IGNORED}, or pad on the "
-                    "right (tokenizer.padding_side = 'right')"
-                )
-
-    def _counts_left(self, name: str, batch: Batch) -> str | None:
-        """The reason why left padding changes the loss of batches like this one, with a remedy, or None."""
-        needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
-        on_right = "Pad on the right (tokenizer.padding_side = 'right')"
-        if counting := _answers(batch):
-            return f"{counting[0]} counts padding. {on_right}"
-        if needed not in batch.tensors:
-            return f"without {needed}, the model's positions would count padding. {on_right}, or pass {needed}"
-        return None
-
     def _side_of(self, path: str) -> str:
         return DECODER if is_of_decoder(path, self.encoder_decoder) else ENCODER
 
@@ -251,16 +212,15 @@ class Ragged:
         return [dim for dim in dims if (path, dim) not in self._fixed]
 
     def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, Side]) -> Batch:
-        """Return the microbatch of these samples, without the first and last positions that are padding in all of these
-        samples."""
+        """Return the microbatch of these samples, without the positions at the end that are padding in all of them."""
         spans: dict[str, Span] = {}
 
         def narrowed(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             side = sides.get(self._side_of(path))
             if side is not None and (dims := self._dims(path, batch, side.total)):
-                start, length, _ = spans[path] = side.span(rows)
+                span = spans[path] = Span(max(side.lengths[k] for k in rows), side.total)
                 for positions in dims:
-                    leaf = leaf.narrow(positions, start, length)
+                    leaf = leaf.narrow(positions, 0, span.length)
             return leaf.contiguous()  # like the batch's own tensors: a criterion may call view
 
         return replace(batch.take(torch.tensor(rows)).map(narrowed), selection=Selection(tuple(rows), spans))
@@ -271,36 +231,11 @@ class Ragged:
         the positions, unless the batch contains answer positions or nothing marks its padding."""
         sides = self._sides(batch)
         sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}
-        cuts = [False] if _answers(batch) or not sides else [False, True]
-        return [self._extended(batch, sides, is_cut, on_left=False) for is_cut in cuts]
+        has_answers = any(path.endswith("_positions") for path in batch.tensors)  # such as start_positions
+        cuts = [False] if has_answers or not sides else [False, True]
+        return [self._extended(batch, sides, is_cut) for is_cut in cuts]
 
-    def left_padded(self, batch: Batch) -> list[Batch]:
-        """Return the same two batches as `padded`, with the padding on the left. Returns none if left padding of such
-        batches is not removed, because the batch has padding on the right or because left padding would change the
-        loss."""
-        sides = {
-            name: side
-            for name, side in self._sides(batch).items()
-            if self._mask(name, batch, side.total) is not None
-            and set(side.end) == {side.total}
-            and self._counts_left(name, batch) is None
-        }
-
-        def unpredicted(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            """The labels, with the labels of the first tokens (of each batch) ignored: the model would predict these
-            tokens from padding."""
-            side = sides.get(self._side_of(path))
-            if side is None or path not in targets(batch.tensors) or not self._dims(path, batch, side.total):
-                return leaf
-            leaf, first = leaf.clone(), torch.tensor(side.first)
-            for least in (0, _cut_of(side)[0]):
-                leaf.movedim(dim or 0, 0)[torch.arange(batch.rows), first.clamp(min=least)] = IGNORED
-            return leaf
-
-        cuts = [False, True] if sides else []
-        return [self._extended(batch.map(unpredicted), sides, is_cut, on_left=True) for is_cut in cuts]
-
-    def _extended(self, batch: Batch, sides: Mapping[str, Side], is_cut: bool, on_left: bool) -> Batch:
+    def _extended(self, batch: Batch, sides: Mapping[str, Side], is_cut: bool) -> Batch:
         """The batch with 25 % more positions on these sides, all of them padding. With `is_cut`, as many of the batch's
         own positions are removed first."""
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}
@@ -309,12 +244,13 @@ class Ragged:
             side = sides.get(self._side_of(path))
             if side is None:
                 return leaf
+            quarter = max(1, side.total // 4)
             for positions in self._dims(path, batch, side.total):
-                leaf = leaf.narrow(positions, *_cut_of(side)) if is_cut else leaf
+                leaf = leaf.narrow(positions, 0, max(1, side.total - quarter)) if is_cut else leaf
                 shape = list(leaf.shape)
-                shape[positions] = _quarter(side)
+                shape[positions] = quarter
                 padding = leaf.new_full(shape, fillings.get(path.removeprefix("decoder_"), 0))
-                leaf = torch.cat([padding, leaf] if on_left else [leaf, padding], positions)
+                leaf = torch.cat([leaf, padding], positions)
             return leaf
 
         return batch.map(fill)
@@ -323,19 +259,3 @@ class Ragged:
 def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
     """The shape of each leaf, with the samples as the first dimension."""
     return {path: tuple(batch.by_sample(path).shape) for path in batch.tensors}
-
-
-def _answers(batch: Batch) -> list[str]:
-    """The paths of the leaves that contain answer positions, such as start_positions."""
-    return [path for path in batch.tensors if path.endswith("_positions")]
-
-
-def _quarter(side: Side) -> int:
-    return max(1, side.total // 4)
-
-
-def _cut_of(side: Side) -> tuple[int, int]:
-    """The start and the length of the part that remains of a side without its last quarter or, if a sample has padding
-    on the left, without its first quarter."""
-    length = max(1, side.total - _quarter(side))
-    return side.total - length if any(side.first) else 0, length

@@ -141,7 +141,6 @@ def prove_at_boost(
         tried = Ragged(model).padded(drawn)
     else:
         tried = [drawn] if drawn is sample else [drawn, sample]  # a model may accept only some tokens
-    left = Ragged(model).left_padded(drawn) if is_ragged else []
 
     def work(note: Callable[[], None]) -> Proof:
         if not is_split:
@@ -154,7 +153,7 @@ def prove_at_boost(
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
         seconds = (SECONDS_OF_LARGE if large or is_cut else SECONDS) if auto else None
 
-        def compare(tried: Sequence[Batch]) -> Proof:
+        def compare() -> Proof:
             """Prove on the first of these batches on which the model runs. If it runs on none, return the Proof of the
             first batch."""
             first, remaining = Proof(UNPROVEN), seconds
@@ -168,13 +167,8 @@ def prove_at_boost(
                     break
             return first
 
-        made = compare(tried)
-        if made.kind not in (EXACT, PARTLY):
-            return made
-        if left:
-            of_left = compare(left)
-            return made if of_left.kind in (EXACT, PARTLY) else of_left
-        if not is_sliced:
+        made = compare()
+        if made.kind not in (EXACT, PARTLY) or not is_sliced:
             return made
         token = padding_token(model)
 
