@@ -14,8 +14,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -29,8 +29,8 @@ from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pipeshard
-from pipeshard.batch.grouping import TokenCost, group, orders
-from pipeshard.schedule import one_f_one_b, simulate_parts
+from pipeshard.batch.grouping import TokenCost, group
+from pipeshard.schedule import Action, Kind, one_f_one_b
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "vocab_size": 1024}
 LAYERS, MEDIAN, DEVIATION, LEAST, MOST = 6, 128, 1.2, 8, 1024
@@ -78,18 +78,6 @@ WAYS: dict[str, Callable[..., Groups]] = {
 }
 
 
-def as_given(times: Sequence[float]) -> Iterator[list[int]]:
-    yield list(range(len(times)))
-
-
-@contextmanager
-def grouping(name: str) -> Iterator[None]:
-    """Context manager in which pipeshard groups this way. Each microbatch is padded to its own longest sample."""
-    path, tried = "pipeshard.engine.ragged", orders if name == OURS else as_given
-    with mock.patch(f"{path}.group", WAYS[name]), mock.patch(f"{path}.orders", tried):
-        yield
-
-
 def batch_of(step: int) -> dict[str, Tensor]:
     lengths = torch.tensor(lengths_of(step))
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
@@ -112,7 +100,7 @@ def measure(rank: int, store: str, results: Any) -> None:
     found: dict[str, list[tuple[float, float, int]]] = {name: [(math.inf, 0.0, 0)] * STEPS for name in WAYS}
     for _ in range(ROUNDS):
         for step, (name, engine) in itertools.product(range(STEPS), engines.items()):
-            with grouping(name):
+            with mock.patch("pipeshard.engine.ragged.group", WAYS[name]):
                 dist.barrier()
                 start = time.perf_counter()
                 out = engine.execute_pipeline(iter([batch_of(step)]), engine.model, None, engine.optimizer)
@@ -127,16 +115,31 @@ def measure(rank: int, store: str, results: Any) -> None:
 
 def simulated(p: int, name: str, cost: TokenCost) -> list[float]:
     """Return the tokens per time unit of 1F1B with these costs, for each step."""
-    found, even = [], [1.0] * p
+    found = []
     for step in range(SIMULATED):
         lengths = lengths_of(step)
         groups = WAYS[name]([(length,) for length in lengths], LIMIT, cost, p - 1.0)
         times = [cost.of(len(samples), [max(lengths[k] for k in samples)]) for samples in groups]
-        program = one_f_one_b(p, len(groups))
-        tried = [[times[k] for k in order] for order in (orders if name == OURS else as_given)(times)]
-        spans = [simulate_parts(program, even, even, even, sizes=sizes).makespan for sizes in tried]
-        found.append(sum(lengths) / min(spans))
+        found.append(sum(lengths) / makespan(p, times))
     return found
+
+
+def makespan(p: int, times: Sequence[float]) -> float:
+    """The time of a step of 1F1B with equal stages, in which microbatch k takes times[k] forward and twice as long
+    backward."""
+    program = one_f_one_b(p, len(times))
+    earlier = {action: before for actions in program.ranks for before, action in itertools.pairwise(actions)}
+
+    @cache
+    def end(action: Action) -> float:
+        kind, k, stage = action
+        source = stage - 1 if kind is Kind.F else stage + 1
+        needed = [Action(kind, k, source)] if 0 <= source < p else []
+        if action in earlier:
+            needed.append(earlier[action])
+        return max(map(end, needed), default=0.0) + times[k] * (1 if kind is Kind.F else 2)
+
+    return max(end(actions[-1]) for actions in program.ranks)
 
 
 def main() -> None:

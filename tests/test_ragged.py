@@ -15,6 +15,10 @@ from transformers import BertConfig, BertForMultipleChoice, GPT2Config, GPT2ForS
 from transformers.utils import ModelOutput
 
 from pipeshard import PipelinePlugin
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.grouping import TokenCost
+from pipeshard.config import PipelineConfig
+from pipeshard.engine.ragged import SPLIT_BACKWARD, Ragged
 from pipeshard.errors import PipeshardError, UsageError
 from tests import zoo
 from tests.pool import Pool
@@ -269,6 +273,16 @@ def test_padding_on_the_left_is_kept(pool: Pool, with_positions: bool, with_labe
     """The positions of the model count it, and the model predicts the label of the first token from it."""
     expected = [([], []), ([12] * 4, [])]
     assert sorted(pool.run(of_left_padded, 2, with_positions, with_labels)) == expected
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", [3, 12, 20, 31, 40]), ("zbv", [3, 20, 40, 31, 12])])
+def test_the_order_of_the_microbatches(schedule: str, expected: list[int]) -> None:
+    config = PipelineConfig(pp_size=2, num_microbatches=None, schedule=schedule, microbatch_tokens=40)
+    ragged = Ragged(zoo.build("llama"))
+    ragged.cost, ragged.idle = TokenCost(), 1.0
+    ragged.has_split_backward = schedule in SPLIT_BACKWARD
+    parts = ragged.split(Batch.of(data_of("llama", (20, 3, 40, 31, 12), 0)), config)
+    assert [part.tensors["input_ids"].shape[1] for part in parts] == expected
 
 
 class PairScorer(nn.Module):

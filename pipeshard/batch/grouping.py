@@ -4,14 +4,12 @@ Samples are sorted by length, and each group consists of consecutive samples. Dy
 grouping (DynaPipe, Jiang et al. 2023, arXiv:2311.10418).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, permutations
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 LEVELS = 64  # maximum number of limits to try for the time of the longest microbatch
-CLUSTERS = 3  # the number of clusters of microbatches with similar times, whose orders are tried
 
 
 class TokenCost(NamedTuple):
@@ -27,7 +25,7 @@ class TokenCost(NamedTuple):
 
 
 def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: float) -> list[list[int]]:
-    """The indices of each microbatch's samples, in ascending order. Groups are in the order of their samples' lengths.
+    """The indices of each microbatch's samples, in ascending order. Groups are in the order of their times.
 
     `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
     number of samples in a group times the sum of its largest lengths is at most `limit`, into which each single sample
@@ -48,12 +46,13 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
         chosen = totals.argmin(0)
         best[end], first[end] = totals[chosen, columns], start + chosen
     level = int((best[-1] + idle * levels).argmin())
-    groups, end = list[list[int]](), len(order)
+    timed, end = list[tuple[float, list[int]]](), len(order)
     while end:
         start = int(first[end, level])
-        groups.append(sorted(order[start:end]))  # the loss may depend on the order, as DPO's does
+        samples = sorted(order[start:end])  # the loss may depend on the order, as DPO's does
+        timed.append((costs[end - 1][start - end], samples))
         end = start
-    return groups[::-1]
+    return [samples for _, samples in sorted(timed)]
 
 
 def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> list[np.ndarray]:
@@ -75,14 +74,3 @@ def _levels(costs: Sequence[np.ndarray]) -> np.ndarray:
     times = np.unique(np.concatenate(costs))
     times = times[times >= max(of_end[-1] for of_end in costs)]
     return times[np.linspace(0, len(times) - 1, min(LEVELS, len(times))).astype(np.int64)]
-
-
-def orders(times: Sequence[float]) -> Iterator[list[int]]:
-    """Yield promising orders of microbatches with these times: all orders of CLUSTERS clusters (each from short to
-    long), from long to short, and with the longest in the middle or at the ends."""
-    rising, m = sorted(range(len(times)), key=times.__getitem__), len(times)
-    clusters = [rising[k * m // CLUSTERS : (k + 1) * m // CLUSTERS] for k in range(CLUSTERS)]
-    yield from (list(chain(*clusters)) for clusters in permutations(clusters))
-    yield rising[::-1]
-    yield rising[::2] + rising[1::2][::-1]
-    yield rising[::-2] + rising[m % 2 :: 2]

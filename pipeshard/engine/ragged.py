@@ -6,9 +6,8 @@ positions. Sums over valid labels and masked attention do not depend on padding.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, Self
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch, Selection, Span, split_sizes
-from pipeshard.batch.grouping import TokenCost, group, orders
+from pipeshard.batch.grouping import TokenCost, group
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import BatchError
 from pipeshard.graph.dataflow import Dataflow
@@ -33,12 +32,12 @@ from pipeshard.hf import (
     padding_token,
     targets,
 )
-from pipeshard.schedule.program import Program
-from pipeshard.schedule.simulate import simulate_parts
+from pipeshard.schedule.schedules import IN_A_V
 from pipeshard.slices.refusals import attention_slope
 from pipeshard.split.partition import ELEMENT, call_costs
 
 ENCODER, DECODER = "encoder", "decoder"
+SPLIT_BACKWARD = "zb-h1", *IN_A_V  # schedules with weight gradients of their own
 MOVED = 5  # elements moved per parameter and microbatch: two reads, and a gradient that is written and summed
 # The fixed cost of a unit call (about 2 ms of Python and kernel launches), in floating-point operations. The value for
 # GPUs is an estimate.
@@ -76,8 +75,7 @@ class Ragged:
                 self._dims(path, sample, totals[side])  # a size that differs here never counts positions
         self.cost = self._cost(flow, units, device)
         self.idle = (config.pp_size - 1) / config.num_model_chunks
-        self._program = lru_cache(config.program)
-        self._order = lru_cache(self._fastest)
+        self.has_split_backward = config.schedule in SPLIT_BACKWARD
         return self
 
     def _cost(self, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device) -> TokenCost:
@@ -118,20 +116,8 @@ class Ragged:
                     "counts: pad on the right (tokenizer.padding_side = 'right')"
                 )
         groups = group(lengths, limit, self.cost, self.idle)
-        longest = [[max(of_side) for of_side in zip(*(lengths[k] for k in samples))] for samples in groups]
-        times = tuple(self.cost.of(len(samples), each) for samples, each in zip(groups, longest, strict=True))
-        return [groups[k] for k in self._order(times)]
-
-    def _fastest(self, times: tuple[float, ...]) -> list[int]:
-        """Among some promising orders of microbatches with these times, return the order with the shortest simulated
-        step."""
-        program: Program = self._program(len(times))
-        even = [1.0] * len(program.placement)
-
-        def makespan(order: Sequence[int]) -> float:
-            return simulate_parts(program, even, even, even, sizes=[times[k] for k in order]).makespan
-
-        return min(orders(times), key=makespan)
+        # In simulated schedules, this was at most 3 % slower than the fastest of many orders.
+        return groups[::2] + groups[1::2][::-1] if self.has_split_backward else groups
 
     def _sides(self, batch: Batch) -> dict[str, Side]:
         """The Sides of a batch, by name. Raises BatchError if the batch has neither token ids nor embeddings."""

@@ -82,7 +82,6 @@ def simulate(
     weight: ActionCost = 0.0,
     latency: ActionCost = 0.0,
     returned: ActionCost | None = None,
-    sizes: Sequence[float] = (),
 ) -> Simulation:
     """Simulate `program`, with communication added if it has none.
 
@@ -91,18 +90,12 @@ def simulate(
     action's input has arrived. Posting a message never blocks a rank. A transfer begins when both its send and its
     receive are posted, and all earlier transfers in the same direction between the two ranks are complete. `latency` is
     the duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the gradients
-    that a stage sends back (by default `latency`): one number, or one per stage. `sizes` has one factor per microbatch,
-    by which the microbatch's costs are multiplied.
+    that a stage sends back (by default `latency`): one number, or one per stage.
 
     Raises DeadlockError if the program cannot finish (the error then lists the waiting ranks and their messages), or if
     the two ends of an edge disagree on the order of messages. Raises ConfigurationError for costs that are negative,
-    infinite or not one per stage, and for `sizes` that are not one per microbatch.
+    infinite or not one per stage.
     """
-    if len(sizes) not in (0, program.num_microbatches):
-        raise ConfigurationError(
-            f"sizes has {counted(len(sizes), 'factor')} for "
-            f"{counted(program.num_microbatches, 'microbatch')}: pass one per microbatch"
-        )
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
     returned = latency if returned is None else returned
@@ -113,10 +106,10 @@ def simulate(
         if not any(map(any, transfers.values())) and not program.has_communication:
             # Messages that take no time arrive when they are sent, so they are simulated only if the program cannot
             # finish, to show what each rank waits for.
-            spans = _Run(program, costs | transfers, sizes).finish()
+            spans = _Run(program, costs | transfers).finish()
         if spans is None:
             program = program if program.has_communication else add_communication(program)
-            run = _Run(program, costs | transfers, sizes)
+            run = _Run(program, costs | transfers)
             spans = run.finish()
             if spans is None:
                 raise DeadlockError("\n  ".join([f"program {program.name!r} cannot finish:", *run.stuck()]))
@@ -131,12 +124,11 @@ def simulate_parts(
     *,
     latency: ActionCost = 0.0,
     returned: ActionCost | None = None,
-    sizes: Sequence[float] = (),
 ) -> Simulation:
     """`simulate` with separate costs of B and W. In a program without W, a B costs both together."""
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
-    return simulate(program, forward, backward, weight, latency, returned, sizes)
+    return simulate(program, forward, backward, weight, latency, returned)
 
 
 def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...]:
@@ -170,8 +162,8 @@ class _Run:
     of the steps that it needs. On each edge the k-th send matches the k-th receive.
     """
 
-    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], sizes: Sequence[float]) -> None:
-        self.program, self.costs, self.sizes = program, costs, sizes or [1.0] * program.num_microbatches
+    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]]) -> None:
+        self.program, self.costs = program, costs
         self.has_communication = program.has_communication
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
         self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
@@ -194,11 +186,11 @@ class _Run:
 
     def _costs(self, kind: Kind, stage: int) -> list[float]:
         """The cost of a step for each microbatch."""
-        cost = self.costs[kind][stage]
+        m, cost = self.program.num_microbatches, self.costs[kind][stage]
         if kind is not Kind.B or not self.split:
-            return [cost * size for size in self.sizes]
+            return [cost] * m
         whole = cost + self.costs[Kind.W][stage]
-        return [(cost if (i, stage) in self.split else whole) * size for i, size in enumerate(self.sizes)]
+        return [cost if (i, stage) in self.split else whole for i in range(m)]
 
     def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times, float] | None:
         """For one end of a message, return its edge, the posts of this end and of the other end, the step of the other
