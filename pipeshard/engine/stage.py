@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from pipeshard.engine.weight_grad import Deferral, Gradients
 from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import foreign_error, kept, leaves_of
-from pipeshard.graph.nodes import nodes_from
 from pipeshard.graph.operators import casting
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value
@@ -138,9 +136,6 @@ class Saved:
     carried: Sequence[Left] = ()
 
 
-Received = tuple[Dataflow, Value]  # identifies a value that a stage receives
-
-
 class Stage:
     """Runs stage `index` of the model: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
@@ -166,8 +161,6 @@ class Stage:
     ) -> None:
         self.replay, self.index, self.is_last, self.deferral = replay, index, is_last, deferral
         self.around, self.finite, self.carry = around, finite, carry
-        # values that received a gradient in an earlier step
-        self._before: WeakKeyDictionary[Dataflow, set[Value]] = WeakKeyDictionary()
 
     @property
     def end_of_loss(self) -> "Stage":
@@ -191,8 +184,8 @@ class Stage:
         self.loss: Tensor | None = None
         self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
-        self.reached: dict[Received, bool] = {}  # inputs, and whether they have received a gradient so far
-        self.dropped: set[Received] = set()  # inputs for which a custom backward of the model returned None
+        # by input, whether it has received a gradient so far
+        self.reached: dict[tuple[Dataflow, Value], bool] = {}
         self.remaining = len(microbatches)  # backwards still to run
 
     def end(self) -> None:
@@ -287,7 +280,7 @@ class Stage:
         if saved.others:
             self._refuse_lost(i, saved.others)
         if saved.entered and (pairs or not self.is_last):
-            self._note_reached(i, saved.entered, [edge for edge, _ in pairs])
+            self._note_reached(i, saved.entered)
         self.remaining -= 1
         if not self.remaining:
             self._refuse_none()
@@ -307,48 +300,27 @@ class Stage:
                     "pass dry_run_input=<a batch of this kind>"
                 )
 
-    def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
-        """Record which inputs have received a gradient from microbatch i, and for which inputs a custom backward of the
-        model returned None."""
+    def _note_reached(self, i: int, entered: Sequence[Tensor]) -> None:
+        """Record which inputs have received a gradient from microbatch i."""
         route = self.microbatches[i].route
-        missing = []
         for value, tensor in zip(route.enters.gradients, entered, strict=True):
             received = route.flow, value
             self.reached[received] = self.reached.get(received, False) or tensor.grad is not None
-            if tensor.grad is None:
-                missing.append((received, tensor))
-        nodes = set(nodes_from(edge.node for edge in roots)) if missing else set()
-        self.dropped.update(received for received, tensor in missing if get_gradient_edge(tensor).node in nodes)
 
     def _refuse_none(self) -> None:
         """Raise TraceError if an input has received no gradient in the step. The stage that computed the input would
         receive zeros. Some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
         gradient."""
-        for flow, value in (received for received, is_reached in self.reached.items() if not is_reached):
-            if value in self._before.get(flow, ()):
-                why = (
-                    " in this step, but received one in an earlier step: a unit detaches or omits this result, "
-                    "depending on a counter or on tensor values. Detach or omit the result in every forward or in none "
-                    "(an attribute that you set between steps may decide), or multiply the result by zero"
+        for (flow, value), is_reached in self.reached.items():
+            if not is_reached:
+                raise TraceError(
+                    f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
+                    f"{self.index}, receives no gradient in this step, although the trace recorded one: a unit "
+                    "detaches or omits this result, depending on a counter or on tensor values, or a custom backward "
+                    "(torch.autograd.Function) returns None for it. Detach or omit the result in every forward or in "
+                    "none (an attribute that you set between steps may decide), or multiply the result by zero. Return "
+                    "zeros in that backward, or cut elsewhere (partition=[...])"
                 )
-            elif (flow, value) in self.dropped:
-                why = (
-                    ", because a custom backward of the model (torch.autograd.Function) returns None for it. The stage "
-                    "that computed the result cannot distinguish None from zeros. Return zeros in that backward, or "
-                    "cut elsewhere (partition=[...])"
-                )
-            else:
-                why = (
-                    ", although the trace recorded one: a unit detaches or omits this result, depending on tensor "
-                    "values. Detach or omit the result in every forward or in none, multiply the result by zero, or "
-                    "cut elsewhere (partition=[...])"
-                )
-            raise TraceError(
-                f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
-                f"{self.index}, receives no gradient{why}"
-            )
-        for flow, value in self.reached:
-            self._before.setdefault(flow, set()).add(value)
 
     def weight(self, i: int) -> None:
         """Compute the weight gradients that `backward(i)` has deferred."""
