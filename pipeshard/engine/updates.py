@@ -24,7 +24,7 @@ from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.groups import is_compared
 from pipeshard.errors import UsageError
-from pipeshard.graph.writes import is_written, note, stored
+from pipeshard.graph.writes import is_written, note
 
 logger = logging.getLogger("pipeshard")
 
@@ -59,8 +59,6 @@ class Told(NamedTuple):
         options: the current options of these groups.
         factor: the factor by which the loop has multiplied the gradients, or None if the gradients were changed in
             another way, or do not exist.
-        before: the latest factor of an earlier update that is not 1.
-        norm: the norm of the multiplied gradients, if known.
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
         numbered: by parameter, the numbers that the loop used in writes after it had read several parameters
             (engine/coupling.py).
@@ -73,8 +71,6 @@ class Told(NamedTuple):
     used: dict[str, dict[str, Any]]
     options: dict[str, dict[str, Any]]
     factor: float | None
-    before: float | None
-    norm: float | None
     found: str
     numbered: dict[str, list[float]]
     dropped: tuple[dict[str, bool], ...]
@@ -162,11 +158,10 @@ class Updates:
         self._told: float | None = None  # the factor of the last update, if it used the current gradients
         self._is_used = False  # whether an update has used the current gradients
         self._has_hooks = False  # whether the optimizer of such an update has hooks, which may multiply its gradients
-        self._before: float | None = None  # the latest factor other than 1 in earlier updates
         self._tolerance = NEAR  # of factors, for the coarsest gradients that a loop or a hook has changed so far
         self._stepped: Any = ()  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
-        self._warned = self._has_told = False
+        self._has_told = False
         self._kinds_found = set[str]()  # the kinds of findings so far: the first rank has logged them
 
     @property
@@ -190,12 +185,9 @@ class Updates:
     def renew(self) -> None:
         """Forget the factors of gradients that an update has used. Call it before new gradients are computed. Until
         then, the factors apply to the updates of all optimizers."""
-        if not self._is_used:
-            return
-        if _is_scaled(self._told, self._tolerance):
-            self._before = self._told
-        self._factor, self._told = 1.0, None
-        self._is_used = self._has_hooks = False
+        if self._is_used:
+            self._factor, self._told = 1.0, None
+            self._is_used = self._has_hooks = False
 
     def judge(self) -> None:
         """Record how the training loop has changed the gradients since `added`. Call it before the gradients are used
@@ -240,8 +232,7 @@ class Updates:
         is_first = self.is_compared
         self.count += 1
         if is_first:
-            is_scaled = has_gradients and _is_scaled(self._told, self._tolerance)
-            self.compare(_norm(parameters) if is_scaled else None)
+            self.compare()
 
     def _note(self, since: Snapshot | None) -> float | None:
         """The factor by which the gradients have been multiplied since a snapshot, or None if they were changed in
@@ -285,14 +276,13 @@ class Updates:
                 found += [(number, k, key, value) for key, value in options_of(group, keys).items()]
         return tuple(found)
 
-    def compare(self, norm: float | None = None) -> None:
+    def compare(self) -> None:
         """Raise UsageError on every rank if the ranks' updates differ from a single device's update, or warn if they
-        may differ. `norm` is the norm of this rank's gradients. Call it on all ranks."""
+        may differ. Call it on all ranks."""
         used, now = self._by_group(self._stepped), self._by_group(self._options())
         lacking = {GONE.format(number) for number in self.in_use() if not self._graded.get(number)}
         dropped = tuple({key: each[key] for key in each if key not in lacking} for each in self._drops)
-        found = self.found, self._numbers, dropped, self._noise, self._tolerance
-        own = used, now, self._told, self._before, norm, *found
+        own = used, now, self._told, self.found, self._numbers, dropped, self._noise, self._tolerance
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
         self._noise = ""
         for options in ([each.used for each in told], [each.options for each in told]):
@@ -300,13 +290,9 @@ class Updates:
                 raise UsageError(problem)
         if noise := next((each.noise for each in told if each.noise), ""):
             raise UsageError(noise)
-        differ = not alike([each.factor for each in told], _tolerance(told))
-        if differ and _is_of_a_norm(told):
-            raise UsageError(f"{_shown(told, self.grid.named)}, {SCALED}")
+        if not alike([each.factor for each in told], max(each.tolerance for each in told)):
+            raise UsageError(f"{_shown(told, self.grid.named)}. {SCALED}")
         self._warn_of(told)
-        if differ and not self._warned and self.grid.first:
-            logger.warning("%s. %s", _shown(told, self.grid.named), WARNED)
-        self._warned |= differ
 
     @property
     def _drops(self) -> tuple[dict[str, bool], ...]:
@@ -353,15 +339,11 @@ class Updates:
 
 
 SCALED = (
-    "and the factors change from step to step, or result in the same gradient norm on each stage, so the factors are "
-    "computed from the norm of one stage's gradients. Clip by the norm of the whole model: "
-    "PipelinePlugin(max_norm=...), or optimizer.clip_grad_by_norm(max_norm) before optimizer.step(). For your own "
-    "factor, get the norm from optimizer.get_grad_norm(), which every rank must call"
-)
-WARNED = (
-    "This is exact if the factors are constants, and wrong if the factors are computed from a norm of the gradients. "
-    "Each rank has only the gradients of its stage: use PipelinePlugin(max_norm=...), "
-    "optimizer.clip_grad_by_norm(max_norm) or optimizer.get_grad_norm()"
+    "Stages then train differently: a factor must not be computed from the norm of one stage's gradients. Clip by the "
+    "norm of the whole model: PipelinePlugin(max_norm=...), or optimizer.clip_grad_by_norm(max_norm) before "
+    "optimizer.step(). For your own factor, get the norm from optimizer.get_grad_norm(), which every rank must call. "
+    "For a constant factor of some parameters, use the lr of their group, or "
+    "parameter.register_hook(lambda gradient: gradient * factor)"
 )
 TOGETHER = (
     "Stages then train differently. Call optimizer.zero_grad() on every rank. If this depends on a value, use a "
@@ -459,33 +441,14 @@ def has_one_factor(numbers: Iterable[int]) -> bool:
     return alike(number / ONE for number in numbers if number != OTHER)
 
 
-def _tolerance(told: Iterable[Told]) -> float:
-    return max(each.tolerance for each in told)
-
-
-def _is_of_a_norm(told: Sequence[Told]) -> bool:
-    """Whether factors that differ between ranks were computed from gradients. Constant factors would neither change
-    between updates nor result in the same gradient norm on several ranks."""
-    tolerance = _tolerance(told)
-    if any(_is_scaled(each.factor, tolerance) and not alike([each.factor, each.before], tolerance) for each in told):
-        return True
-    measured = [each for each in told if each.norm is not None]
-    is_one_norm = alike([each.norm for each in measured])
-    return is_one_norm and not alike([each.factor for each in measured], tolerance)
-
-
 def _product(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one * other
-
-
-def _is_scaled(factor: float | None, tolerance: float) -> bool:
-    return factor is not None and not alike([factor, 1.0], tolerance)
 
 
 def _shown(told: Sequence[Told], named: Any) -> str:
     known = [(each.factor, named(rank)) for rank, each in enumerate(told) if each.factor is not None]
     factors = ", ".join(f"{factor:.6g} on {rank}" for factor, rank in known[:8])
-    return f"all gradients were multiplied between execute_pipeline and the update by different factors: {factors}"
+    return f"gradients were multiplied between execute_pipeline and the update by different factors: {factors}"
 
 
 def _plain(value: Any) -> Any:
@@ -510,15 +473,3 @@ def _is_close(one: Any, other: Any) -> bool:
 def is_sampled(count: int) -> bool:
     """Whether an expensive check runs after `count` steps: if `count` is less than FIRST, or a power of two."""
     return count < FIRST or count & (count - 1) == 0
-
-
-def _norm(parameters: Iterable[Tensor]) -> float:
-    """The norm of the gradients that the inner optimizer is about to use on this rank."""
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    return math.hypot(*map(_vector_norm, map(stored, gradients)))
-
-
-def _vector_norm(gradient: Tensor) -> float:
-    """The norm, without a copy of a 16-bit gradient in fp32."""
-    finer = torch.promote_types(gradient.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(gradient, dtype=finer))
