@@ -224,21 +224,3 @@ def _products(batch: Batch, real: Batch) -> dict[int, int]:
     sizes = {size: of for size, of in sizes.items() if size > 1}
     beside = {size + k: of + k for size, of in sizes.items() if size > FEW for k in (-1, 1)}
     return beside | {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes
-
-
-def general_questions(
-    questions: Sequence[Question], others: Sequence[tuple[int, Sequence[Question]]], sizes: Sequence[int]
-) -> tuple[Question, ...]:
-    """Return `questions` with each integer that depends on the sizes of the batch replaced by a Count. For each group
-    of axes, `others` contains (delta, questions of a run in which the group's size differed by delta). `sizes` are the
-    traced sizes of the groups."""
-    runs = [(delta, [number for question in asked for number in question.numbers]) for delta, asked in others]
-
-    def numbers() -> Iterator[Any]:
-        for k, value in enumerate(number for question in questions for number in question.numbers):
-            slopes = tuple((of_run[k] - value) * delta for delta, of_run in runs)
-            is_product = all(slope * size == value for slope, size in zip(slopes, sizes, strict=True) if slope)
-            yield Count(value, slopes, is_product) if any(slopes) else value
-
-    general = numbers()
-    return tuple(question.with_numbers(general) for question in questions)

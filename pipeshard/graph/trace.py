@@ -19,7 +19,7 @@ from pipeshard.graph.carried import carrying, informed, run_watched
 from pipeshard.graph.dataflow import Dataflow, Reads
 from pipeshard.graph.places import is_comparable
 from pipeshard.graph.preserve import preserving
-from pipeshard.graph.question import Question, general_questions
+from pipeshard.graph.question import Question
 from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import Axes, Count, TensorSpec, is_count
 from pipeshard.graph.tracer import Tracer
@@ -126,29 +126,21 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: 
     """Return `flow` with the slope of every dimension for every group of axes. Groups are pinned if shapes are not
     affine functions of the groups' sizes. The question of a criterion's count pins no group: the Dataflow omits this
     question if it differs for other sizes."""
-    shapes: dict[int, list[tuple[int, ...]]] = {}
-    asked: dict[int, tuple[int, Dataflow]] = {}
+    others: dict[int, tuple[int, Dataflow]] = {}
     for group in range(len(axes.sizes)):
         for delta in (1, -1):
             with contextlib.suppress(TraceError):
                 other = tracer.run(axes.resized(batch, group, delta), real)
                 if _same_path(flow, other):
-                    pairs = zip(_specs(flow), _specs(other), strict=True)
-                    shapes[group] = [
-                        tuple((b - a) * delta for a, b in zip(_sizes(s), _sizes(o), strict=True)) for s, o in pairs
-                    ]
-                    asked[group] = delta, other
+                    others[group] = delta, other
                     break
-    if 0 not in shapes:  # the model's path depends on the number of samples
-        shapes, asked = {}, {}
-    axes = axes.pin({group for group in range(len(axes.sizes)) if group not in shapes})
-    columns = [shapes[group] for group in sorted(shapes)]
-    slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []
-    runs = [asked[group] for group in sorted(asked)]
+    if 0 not in others:  # the model's path depends on the number of samples
+        others = {}
+    axes = axes.pin({group for group in range(len(axes.sizes)) if group not in others})
+    runs = list(others.values())
     if not all(_same_count(flow, other) for _, other in runs):
         flow, runs = flow.without_count(), [(delta, other.without_count()) for delta, other in runs]
-    questions = general_questions(flow.questions, [(delta, other.questions) for delta, other in runs], axes.sizes)
-    general = _with_slopes(replace(flow, axes=axes, questions=questions), slopes)
+    general = _with_slopes(replace(flow, axes=axes), runs)
     choices = [general, _pinned(general, 1)]
     if general.count is not None:
         choices = [choice for each in choices for choice in (each, each.without_count())]
@@ -208,8 +200,7 @@ def _holds(
         found = found.without_count()
     elif not _same_count(flow, found):
         return False
-    pairs = [*zip(_specs(general), _specs(found), strict=True), *zip(_numbers(general), _numbers(found), strict=True)]
-    return all(_sizes(spec, deltas) == _sizes(now) for spec, now in pairs)
+    return all(_sizes(spec, deltas) == _sizes(now) for spec, now in zip(_specs(general), _specs(found), strict=True))
 
 
 def _same_path(a: Dataflow, b: Dataflow) -> bool:
@@ -231,10 +222,6 @@ def _same_count(a: Dataflow, b: Dataflow) -> bool:
     return a.count.is_as(b.count)
 
 
-def _numbers(flow: Dataflow) -> Iterator[Any]:
-    return (number for question in flow.questions for number in question.numbers)
-
-
 def _constant(leaf: Any) -> Any:
     """The properties of a leaf that must be the same for all sizes."""
     if isinstance(leaf, TensorSpec):
@@ -250,22 +237,36 @@ def _sizes(spec: Any, deltas: Sequence[int] = ()) -> tuple[int, ...]:
 
 
 def _specs(flow: Dataflow) -> Iterator[Any]:
+    """The tensors and integers of `flow` that may depend on the sizes of the batch."""
     for call in flow.calls:
         yield from (leaf for leaf in call.leaves if isinstance(leaf, TensorSpec) or is_count(leaf))
     yield from (spec for _, _, spec in flow.outputs)
+    for question in flow.questions:
+        yield from question.numbers
 
 
-def _with_slopes(flow: Dataflow, slopes: list[Any]) -> Dataflow:
-    found = iter(slopes)
+def _with_slopes(flow: Dataflow, runs: Sequence[tuple[int, Dataflow]]) -> Dataflow:
+    """Return `flow` with the slopes of its tensors, and with a Count for each integer that depends on the batch's
+    sizes. For each group of axes, `runs` has (delta, Dataflow of a run in which the group's size differed by delta)."""
+    columns = [
+        [
+            tuple((b - a) * delta for a, b in zip(_sizes(spec), _sizes(now), strict=True))
+            for spec, now in zip(_specs(flow), _specs(other), strict=True)
+        ]
+        for delta, other in runs
+    ]
+    found = (tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True))
 
     def with_slopes(leaf: Any) -> Any:
         if isinstance(leaf, TensorSpec):
             return replace(leaf, slopes=next(found, ()))
         if not is_count(leaf):
             return leaf
-        (slopes,) = next(found, None) or ((),)
-        return Count(leaf, slopes) if any(slopes) else leaf
+        (slopes,) = next(found, ((),))
+        is_product = all(slope * size == leaf for slope, size in zip(slopes, flow.axes.sizes) if slope)
+        return Count(leaf, slopes, is_product) if any(slopes) else leaf
 
-    calls = tuple(replace(call, leaves=tuple(with_slopes(leaf) for leaf in call.leaves)) for call in flow.calls)
+    calls = tuple(replace(call, leaves=tuple(map(with_slopes, call.leaves))) for call in flow.calls)
     outputs = tuple((path, use, with_slopes(spec)) for path, use, spec in flow.outputs)
-    return replace(flow, calls=calls, outputs=outputs)
+    questions = tuple(question.with_numbers(map(with_slopes, question.numbers)) for question in flow.questions)
+    return replace(flow, calls=calls, outputs=outputs, questions=questions)
