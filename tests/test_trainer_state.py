@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainerMemoryTracker
 
+from pipeshard.distributed.collectives import decode, encode
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from pipeshard.trainer.kept import KeptState, _changed_by_threads
@@ -340,6 +341,51 @@ def test_what_cannot_be_told_is_refused_when_it_changes(pool: Pool, tmp_path: Pa
     loss of what replicas gather. Both were let through after 8 batches."""
     pool.run(all_refused, 2, str(tmp_path), timeout=120)
     pool.run(replicas_refused, 4, str(tmp_path), timeout=120)
+
+
+class Holding:
+    """The state of two ranks: an object for each."""
+
+    def __init__(self) -> None:
+        self.callback_handler = SimpleNamespace(callbacks=[])
+        self.meters: dict[str, Any] = {"a": Meter(), "b": Meter()}
+        self.pool, self.of_moods, self.best = {Slotted()}, {Mood.GOOD: Meter()}, None
+
+    def sent_to(self, other: Holding, kept: KeptState, value: Any) -> Any:
+        return KeptState.adopt(other, decode(encode(kept.told(value))), torch.device("cpu"))
+
+
+def test_changes_and_results_keep_their_identities_on_another_rank() -> None:
+    """An entry that was removed from a dict was refused as part of a frozenset. A new object in a change and in the
+    result arrived as two."""
+    first, second = Holding(), Holding()
+    before, kept = second.meters["a"], KeptState(first)
+    first.new, first.best = Meter(), first.meters["a"]
+    first.meters["a"].values += [first.new, first.new.values]
+    first.meters["a"].total = when = datetime.datetime(2026, 1, 2)
+    del first.meters["b"]
+    result = first.sent_to(second, kept, [first.new, first.best])
+    assert second.best is before is result[1] and list(second.meters) == ["a"]
+    assert result[0] is second.new is before.values[0] and before.values[1] is second.new.values
+    assert before.total == when
+
+
+def test_the_error_of_what_cannot_be_sent_names_its_place() -> None:
+    held = Holding()
+    for change, what in {
+        lambda: held.meters["a"].values.append(lambda: 1.0): r"self\.meters\['a'\]\.values .*local object",
+        lambda: setattr(held, "new", [Meter(threading.Lock())]): r"self\.new .*cannot pickle '_thread.lock' object",
+        lambda: setattr(held, "best", held.of_moods[Mood.GOOD]): r"self\.best .*path contains an object",
+        lambda: setattr(next(iter(held.pool)), "count", 1): r"self\.pool.*it is in a set",
+        lambda: held.of_moods.update({Mood.BAD: 1}): r"self\.of_moods.*keys are objects",
+    }.items():
+        kept = KeptState(held)
+        change()
+        with pytest.raises(UsageError, match=rf"but {what}.*: use tensors, arrays, numbers"):
+            kept.told(None)
+        kept.restore()
+    with pytest.raises(UsageError, match=r"but the result or log of compute_loss .*cannot pickle 'module' object"):
+        KeptState(held).told(collections)
 
 
 class Monitor(TrainerCallback):

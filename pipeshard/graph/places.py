@@ -66,6 +66,9 @@ class Missing:
     def __repr__(self) -> str:
         return "nothing"
 
+    def __reduce__(self) -> str:
+        return "MISSING"  # is pickled as a name
+
 
 MISSING = Missing()
 

@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from pickle import PicklingError
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -22,6 +23,7 @@ from pipeshard.errors import UsageError
 from pipeshard.graph.places import (
     GENERATORS,
     LARGEST_ARRAY,
+    PLAIN,
     Path,
     PathStep,
     content_of,
@@ -32,7 +34,15 @@ from pipeshard.graph.places import (
 )
 from pipeshard.graph.snapshot import Change, Snapshot, undo
 from pipeshard.graph.writes import sum_of_words
-from pipeshard.trainer.serialization import ValueReader, ValueWriter, is_apart, is_of_script, not_sent, place_name
+from pipeshard.trainer.serialization import (
+    ValueReader,
+    ValueWriter,
+    Written,
+    is_apart,
+    is_of_script,
+    place_name,
+    sending,
+)
 
 # Attributes of a Trainer that compute_loss reads, but in which it keeps no state.
 NOT_KEPT = frozenset(
@@ -144,58 +154,54 @@ class KeptState(Snapshot):
 
     # changes sent to other ranks
 
-    def told(self) -> list[Any]:
-        """The changes, as plain data for `adopt`. Raises UsageError for changes that cannot be sent."""
-        if not (changes := list(self.changes())):
-            return []
-        writer, said = self._writer(), list[Any]()
-        for change in changes:
-            where = place_name(change.path)
-            if change.before is change.now:
-                said.append(("write", writer.place(change.path, where), writer.of(change.now, "", anew=True)))
-            elif added := _added(change):
-                content = [writer.of(entry, where) for entry in (len(change.before), *added)]
-                said.append(("added", writer.place(change.path, where), content))
-            elif change.is_of_list:
-                content = [writer.of(entry, where) for entry in change.now]
-                said.append(("content", writer.place(change.path, where), content))
-            elif change.path[-1].how == "state" and not isinstance(change.holder, (np.ndarray, *GENERATORS)):
-                raise not_sent(where, change.holder)
-            else:
-                value = writer.of(change.now, where)
-                said.append(("put", writer.place(change.path, where), value))
-        return said
-
-    def written(self, value: Any) -> Any:
-        """Convert a value that compute_loss has returned or logged to plain data for `adopt`."""
-        return self._writer().of(value, "the result or log of compute_loss")
-
-    def _writer(self) -> ValueWriter:
+    def told(self, value: Any) -> Written:
+        """The changes, and a value that compute_loss has returned or logged, for `adopt`. Raises UsageError for what
+        cannot be sent."""
         tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
-        return ValueWriter({**self.paths, **self._apart, **tensors}, self.roots)
+        arrays = {id(array): path for path, array, _ in self.arrays}
+        writer = ValueWriter({**self.paths, **self._apart, **tensors, **arrays}, self.roots)
+        changes = list(self.changes())
+        writer.dump(len(changes))
+        for change in changes:
+            with sending(place_name(change.path)):
+                writer.dump(_said(change, writer))
+        with sending("the result or log of compute_loss"):
+            writer.dump(value)
+        return writer.written
 
     @staticmethod
-    def adopt(trainer: Any, said: tuple[list[Any], Any], device: torch.device) -> Any:
-        """Apply the changes that another rank has `told`, and return the value that the other rank has `written`."""
-        changes, result = said
-        reader = ValueReader(_roots(trainer), device)
-        # resolve all paths before the first change; for `put`, the path without its last step
-        found = [reader.at(path[:-1] if how == "put" else path) for how, path, _ in changes]
-        values = [
-            [reader.of(entry) for entry in content] if how in ("content", "added") else reader.of(content)
-            for how, _, content in changes
-        ]
-        for (how, path, _), holder, value in zip(changes, found, values, strict=True):
-            if how == "put":
-                put(holder, path[-1][0], path[-1][1], value)
-            elif how == "content":
-                put_content(holder, value)
+    def adopt(trainer: Any, told: Written, device: torch.device) -> Any:
+        """Apply the changes that another rank has `told`, and return the other rank's value."""
+        reader = ValueReader(told, _roots(trainer), device)
+        changes = [reader.load() for _ in range(reader.load())]  # finds all places before the first change
+        value = reader.load()
+        for how, holder, key, now in changes:
+            if how == "write":
+                _write(holder, now)
             elif how == "added":
-                start, *entries = value
-                holder[start:] = entries  # in evaluation, this rank has already appended its own
+                holder[key:] = now  # in evaluation, this rank has already appended its own
+            elif how == "content":
+                put_content(holder, now)
             else:
-                _write(holder, value)
-        return ValueReader(_roots(trainer), device).of(result)
+                put(holder, how, key, now)
+        return value
+
+
+def _said(change: Change, writer: ValueWriter) -> tuple[str, Any, Any, Any]:
+    """A change as (how, holder, key, new value). Raises PicklingError for a change that other ranks cannot make."""
+    how, key = change.path[-1]
+    said = how, change.holder, key, change.now
+    if change.before is change.now:
+        said = "write", change.now, None, change.now.detach() if isinstance(change.now, Tensor) else change.now.view()
+    elif added := _added(change):
+        said = "added", change.holder, len(change.before), added
+    elif change.is_of_list:
+        said = "content", change.holder, None, change.now
+    elif how == "state" and not isinstance(change.holder, (np.ndarray, *GENERATORS)):
+        raise PicklingError(f"it holds an instance of {type(change.holder).__name__}")
+    if writer.path_of(said[1]) is None or not isinstance(said[2], PLAIN):
+        raise PicklingError("it is in a set, in an object that was removed, or in a dict whose keys are objects")
+    return said
 
 
 def _roots(trainer: Any) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class Objective:
         said: Any = None
         try:
             if is_last and kept is not None and self._failure is None:
-                said = kept.told(), kept.written(logs)
+                said = kept.told(logs)
         except UsageError as error:
             self._failure = error
         world = pipeline.grid.world
@@ -316,7 +316,7 @@ def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: 
     said: Any = None
     if is_last and failure is None:
         try:
-            said = kept.told(), kept.written((logs, result))
+            said = kept.told((logs, result))
         except UsageError as error:
             failure = error
     reason = next(filter(None, gather_objects(str(failure) if is_last and failure else None, world)), None)
