@@ -25,7 +25,6 @@ from pipeshard.graph.shapes import TensorSpec
 from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_only, tree_tensors, tree_unflatten
 
 ReturnOutputs = bool | str | Collection[str] | Callable[[Any, Any], Any]
-NUMERIC = "biufc"  # the kinds of numpy dtypes that torch also has
 BACKWARD = (
     "execute_pipeline already runs the backward pass and accumulates the gradients in .grad: remove "
     "booster.backward(...) and loss.backward()"
@@ -199,9 +198,10 @@ class Outputs:
             self._failure = error
 
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """Merge the microbatches' outputs into one output of the same class: concatenate tensors and arrays along their
-        batch dimension, and replace the loss with the batch's `loss`. Numbers, strings, and tensors and arrays without
-        a batch dimension must be the same in all microbatches. Other objects are the first microbatch's."""
+        """Merge the microbatches' outputs into one output of the same class: concatenate tensors along their batch
+        dimension, and replace the loss with the batch's `loss`. Numbers, strings, and tensors without a batch dimension
+        must be the same in all microbatches. Other objects are the first microbatch's. Raises UsageError for numpy
+        arrays of several microbatches."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         is_whole = len(self._batches) == 1 and self._batches[0].selection is None
@@ -217,7 +217,7 @@ class Outputs:
             elif is_whole or not isinstance(first, Tensor | np.ndarray | np.generic | int | float | str):
                 leaves.append(first)
             elif isinstance(first, np.ndarray):
-                leaves.append(self._joined(name, column, flow))
+                raise _unmergeable(name, "is a numpy array, not a tensor")
             elif not isinstance(first, Tensor) or first.ndim == 0 or (dim is None and slopes):
                 leaves.append(_same(name, column))
             else:
@@ -236,16 +236,6 @@ class Outputs:
         for tensor, *_ in filter(None, lists):
             name = next(name for name, leaf in named if leaf is tensor)
             raise _unmergeable(name, f"is in a list with one entry per sample of the microbatch ({rows} in all)")
-
-    def _joined(self, name: str, column: Sequence[np.ndarray], flow: Dataflow) -> np.ndarray:
-        """Merge an output's numpy arrays of all microbatches along their batch dimension. Arrays of objects or strings,
-        and arrays without a batch dimension, must be equal."""
-        rows = [batch.rows for batch in self._batches]
-        sizes = [list(of_dim) for of_dim in zip(*(array.shape for array in column))]
-        if column[0].dtype.kind not in NUMERIC or rows not in sizes:
-            return _same(name, column)
-        tensors = [torch.from_numpy(array) for array in column]
-        return self._restored(name, tensors, self._sample_dim(name, tensors), flow).numpy()
 
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
         """Merge an output's tensors of all microbatches along the batch dimension `dim`, with the samples in their
@@ -359,7 +349,7 @@ def _unmergeable(path: str, why: str) -> UsageError:
 def _same(name: str, column: Sequence[Any]) -> Any:
     """Return the value that is the same in all microbatches. Raises UsageError if the values differ."""
     first = column[0]
-    equal = torch.equal if isinstance(first, Tensor) else np.array_equal if isinstance(first, np.ndarray) else eq
+    equal = torch.equal if isinstance(first, Tensor) else eq
     if all(equal(first, other) for other in column[1:]):
         return first
-    raise _unmergeable(name, "differs between microbatches, and is not a numeric array with a batch dimension")
+    raise _unmergeable(name, "differs between microbatches")
