@@ -45,10 +45,6 @@ LEAST_DIFFERENCE = 1e-3  # required difference between the two parts' losses, re
 AT_SIZES = 2  # number of telling trials at the batch's own sizes in which a rule must hold
 LOOSER = 5.0  # factor on the tolerated relative error of a sum over many samples
 MOST_DRAWN = 2**26  # most random elements in one trial at the batch's own or larger sizes
-VIEWS = (
-    ". If layers process several views of each sample together, keep the views in the order of the samples: "
-    "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
-)
 AUXILIARY = (
     ". If an auxiliary loss of router logits is added to a loss that is divided by num_items_in_batch (in a Trainer), "
     "omit num_microbatches, microbatch_size and microbatch_tokens, so that each batch is one microbatch, or turn off "
@@ -58,7 +54,9 @@ LOSS_REMEDY = (
     "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
     "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), return sums divided by "
     "the counts of the whole batch if the loss is a sum of several means (pass the counts as 0-d tensors in the batch, "
-    "such as batch['criterion.tokens'] = torch.tensor(n)), or use one microbatch"
+    "such as batch['criterion.tokens'] = torch.tensor(n)), or use one microbatch. If layers process several views of "
+    "each sample together, keep the views in the order of the samples: torch.stack([a, b], 1).flatten(0, 1) and "
+    ".unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
 )
 
 
@@ -115,9 +113,9 @@ def prove_loss_rule(
                 "sum as on fewer and shorter samples (does it split the positions, or depend on the number of samples?)"
             )
         what = f"the loss of {type(model).__name__} {why}"
-        remedy = LOSS_REMEDY + AUXILIARY * search.has_side_outputs + VIEWS * _has_views(flow)
         raise ConfigurationError(
-            f"{what}. The loss of a batch therefore cannot be computed from the microbatch losses: {remedy}"
+            f"{what}. The loss of a batch therefore cannot be computed from the microbatch losses: {LOSS_REMEDY}"
+            + AUXILIARY * search.has_side_outputs
         ) from search.failure
     if is_approximate:
         logger.warning(
@@ -442,15 +440,6 @@ class _Search:
         batch = self.samples.draw(self.level, 0)
         losses = [self.trial.measure(batch, self.cuts[0], seed, self.kind) for seed in range(TELLING)]
         return len({None if loss is None else loss.whole.denominator for loss in losses}) == 1
-
-
-def _has_views(flow: Dataflow) -> bool:
-    """Whether the loss is computed from unit results that have several rows per sample."""
-    if flow.loss is None or not flow.axes.sizes:
-        return False
-    rows, same = flow.axes.sizes[0], (0,) * len(flow.axes.sizes)
-    shapes = [flow.spec(value).at(same) for value in flow.loss.values]
-    return any(shape and shape[0] > rows and shape[0] % rows == 0 for shape in shapes)
 
 
 def _of_lengths(sizes: Sizes) -> str:
