@@ -21,8 +21,13 @@ from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.stages import Stages
 from pipeshard.engine.traces import Traces
 from pipeshard.errors import BatchError, PipeshardError, TraceError
-from pipeshard.hf import IDS, LABELS, MASK
 from pipeshard.schedule.program import Action, Kind
+
+ADVICE = (
+    "If an input contains row indices, or if entries of an input (such as images) belong to samples of other "
+    "microbatches, pass num_microbatches=1 to PipelinePlugin. If the first dimension of an input is not the batch "
+    "dimension, pass batch_dims={name: None} to send the full tensor with every microbatch"
+)
 
 
 def is_of_model(error: BaseException) -> bool:
@@ -58,34 +63,8 @@ def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exceptio
     who, remedy = ("criterion", f"{WHOLE_TENSOR}. ") if raised(error) else ("forward", "")
     return (
         f"the {who} fails for {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch of "
-        f"{batch.rows} rows: {type(error).__name__}{where}: {error}. {remedy}{_advice(batch)}"
+        f"{batch.rows} rows: {type(error).__name__}{where}: {error}. {remedy}{ADVICE}"
     )
-
-
-def _advice(batch: Batch) -> str:
-    """What to do if a microbatch fails: the likely causes, and the remedy for each."""
-    whole = [path for path, leaf in batch.tensors.items() if leaf.numel() > 1 and path not in batch.parted]
-    causes = [f"the entries of {', '.join(batch.owners)} are assigned to the wrong samples"] * bool(batch.owners)
-    causes += [f"entries of {', '.join(whole)} (not split) belong to samples"] * bool(whole)
-    causes += ["an input contains row indices"]
-    advice = f"If {', or if '.join(causes)}, pass num_microbatches=1 to PipelinePlugin"
-    if not (names := _doubtful_inputs(batch)):
-        return advice
-    return (
-        f"{advice}. If the first dimension of {'one of ' * (len(names) > 1)}{', '.join(names)} is not the batch "
-        f"dimension, pass batch_dims instead, for example batch_dims={{{names[0]!r}: None}} to send the full tensor "
-        "with every microbatch"
-    )
-
-
-def _doubtful_inputs(batch: Batch) -> list[str]:
-    """The paths of the tensors that are split along their first dimension, except media (split by their samples) and
-    tensors whose batch dimension is certain: labels, and tensors with one entry per token."""
-    ids = batch.tensors.get(IDS)
-    by_rows = {path for path, dim in zip(batch.paths, batch.row_dims, strict=True) if dim == 0}
-    cut = [path for path in batch.tensors if path in by_rows and path not in batch.owners]
-    certain = [path for path in cut if ids is not None and batch.tensors[path].shape[:2] == ids.shape]
-    return [path for path in cut if path not in (IDS, MASK, LABELS, *certain)]
 
 
 class Dependents:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.batch.read import RowDims, read_batch
-from pipeshard.engine.dependent import dependent_text
 from pipeshard.errors import BatchError
 from pipeshard.graph.trace import trace
 from tests.covering import covering
@@ -254,38 +253,6 @@ def test_stacked_images_of_rows_without_any_are_padding() -> None:
     """Four rows of Mllama with two adjacent, one, no and no images, each of one token."""
     data = {"input_ids": ids_of("ii..", "i...", "....", "...."), "pixel_values": torch.rand(4, 2, 4, 3, 2, 2)}
     assert read_batch(READER, data).owners == {}
-
-
-def test_the_advice_for_a_microbatch_that_fails_does_not_name_the_ids() -> None:
-    """A user whose images were split wrongly was advised to pass all of input_ids to every microbatch."""
-    batch = read_batch(READER, {"input_ids": rows_of(2, 2), "pixel_values": NUMBERS[:2]})
-    text = dependent_text(batch, batch.split(2), 0, ValueError("features and tokens do not match"))
-    assert "for example batch_dims={'pixel_values': None}" in text
-
-
-def test_the_advice_for_a_microbatch_that_fails_names_images_that_may_go_with_others() -> None:
-    """Images that were split with the samples, and counts that were not, made a microbatch fail, and the advice named
-    input_ids or the types of tokens, which cannot be passed to every microbatch."""
-    ids = rows_of(2, 0, 4)
-    images = {"pixel_values": NUMBERS[:3]}
-    batch = read_batch(READER, {"input_ids": ids, "mm_token_type_ids": ids.eq(3).long(), **images, "labels": ids})
-    text = dependent_text(batch, [batch, batch], 0, ValueError("features and tokens do not match"))
-    assert text.endswith(
-        "do not match. If the entries of pixel_values are assigned to the wrong samples, or if an input contains "
-        "row indices, pass num_microbatches=1 to PipelinePlugin"
-    )
-    batch = read_batch(READER, {"input_ids": ids, "image_crops": torch.ones(7, dtype=torch.int64)})
-    text = dependent_text(batch, [batch, batch], 0, ValueError("features and tokens do not match"))
-    assert "If entries of image_crops (not split) belong to samples, or if" in text and "batch_dims" not in text
-
-
-def test_the_advice_for_a_microbatch_that_fails_does_not_name_positions_of_another_layout() -> None:
-    """Qwen2-VL's position_ids are (3, b, s), and are split along b. The advice asked whether their first dimension is
-    the batch dimension, which it is not, and advised to send the positions of all rows with every microbatch."""
-    ids = rows_of(2, 0, 4)
-    batch = read_batch(READER, {"input_ids": ids, "position_ids": ids.expand(3, 3, -1), "steps": torch.ones(3, 2)})
-    text = dependent_text(batch, [batch, batch], 0, ValueError("features and tokens do not match"))
-    assert "position_ids" not in text and "If the first dimension of steps is not the batch dimension" in text
 
 
 def test_samples_taken_in_another_order_take_their_media_along() -> None:
