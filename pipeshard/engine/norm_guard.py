@@ -6,7 +6,6 @@ single tensor, or some of a stage's parameters, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence
-from posixpath import commonpath
 from types import GeneratorType
 from typing import Any
 
@@ -23,7 +22,10 @@ from pipeshard.private import set_wrapped
 SCALED = (
     "torch.nn.utils.{} got gradients that are multiplied by the loss scale of precision='fp16' until optimizer.step()."
 )
-
+ALONE = (
+    "For the norm of a single parameter, pass the tensor instead of a list. For the norm of a module that is all that "
+    "a stage trains, use fewer stages"
+)
 
 FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm, clip_grad_value_
 
@@ -104,27 +106,11 @@ class NormGuard(Guard):
             here = [parameter for parameter in parameters if stored_grad(parameter) is not None]
             is_lacking = elsewhere and elsewhere.isdisjoint(names.values())
             if here and is_lacking and all(id(parameter) in chosen for parameter in here):
-                name = names.get(held[0], "a parameter")
-                apart = _apart(gradients, [*names.values()], elsewhere)
-                raise UsageError(_problem(function, gradients, name, min(elsewhere)) + apart)
+                problem = _problem(function, gradients, names.get(held[0], "a parameter"), min(elsewhere))
+                raise UsageError(f"{problem}. {ALONE}")
 
 
 GUARD = NormGuard()
-
-
-def _apart(gradients: ModelGradients, names: Sequence[str], elsewhere: frozenset[str]) -> str:
-    """How to compute the norm of only these parameters, if they are one parameter, or all of a stage's and may be one
-    module. `elsewhere` are parameters of other stages or replicas."""
-    if len(names) == 1:
-        return f". For the norm of {names[0]} alone, pass the tensor instead of a list"
-    module = commonpath(name.replace(".", "/") for name in names).replace("/", ".")
-    trained = {name for name, weight in gradients.weights.items() if weight.parameter.requires_grad}
-    if not module or trained.difference(names) or any(name.startswith(f"{module}.") for name in elsewhere):
-        return ""
-    return (
-        f". To clip {module} by its own norm, use fewer stages: this stage trains only {module}, so this norm cannot "
-        "be distinguished from the norm of the stage"
-    )
 
 
 def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:
