@@ -144,11 +144,13 @@ class HeldParameters:
 
     def _in_units(self) -> set[nn.Parameter]:
         """The parameters that FSDP shards: those of held units, except parameters that glue reads, that have no
-        dimensions, that keep their own precision, or whose shards would be unlike DTensor's. Without a cast, trained
-        parameters whose dtype is not the most frequent in their unit are also excluded, since FSDP reduces gradients of
-        one dtype per unit."""
+        dimensions, that keep their own precision, or whose rows tp_size does not divide: FSDP's shards of such slices
+        are not those of DTensor, so they could not be loaded or saved. Without a cast, trained parameters whose dtype
+        is not the most frequent in their unit are also excluded, since FSDP reduces gradients of one dtype per unit."""
         now = dict(self.model.named_parameters())
-        apart = {now[name] for name in glue_parameters(self.policy.flow) | self.kept} | self._unlike_dtensor()
+        apart = {now[name] for name in glue_parameters(self.policy.flow) | self.kept}
+        named = self.model.named_parameters(remove_duplicate=False)
+        apart |= {p for name, p in named if name in self.plan and p.ndim and len(p) % self.grid.tp_size}
         for unit in self.units.values() if not self.lowers else ():
             trained = [p for p in unit.parameters() if p.requires_grad and p not in apart]  # same order on all ranks
             sizes: Counter[torch.dtype] = Counter()
@@ -157,13 +159,6 @@ class HeldParameters:
             usual = max(sizes, key=sizes.__getitem__, default=None)
             apart |= {p for p in trained if p.dtype is not usual}
         return {p for unit in self.units.values() for p in unit.parameters() if p.ndim} - apart
-
-    def _unlike_dtensor(self) -> set[nn.Parameter]:
-        """The parameters in the plan whose shards under FSDP would have other rows than DTensor computes, since tp_size
-        does not divide their rows: such shards can neither be loaded nor saved."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        sizes = self.grid.tp_size, self.grid.dp_size
-        return {p for name, p in named if name in self.plan and p.ndim and not _are_nested(len(p), *sizes)}
 
     def _in_fp32(self, sharded: set[torch.Tensor]) -> set[torch.Tensor]:
         """Cast trained parameters to fp32: their shards are fp32 master weights, which FSDP casts to 16 bits as it
@@ -247,16 +242,3 @@ class HeldParameters:
                 f"{hooked[0]} has a gradient hook, but fsdp, tp_size or ep_size replaces the parameter with a sharded "
                 "one: remove the hook, and modify gradients between execute_pipeline and optimizer.step"
             )
-
-
-def _are_nested(rows: int, slices: int, replicas: int) -> bool:
-    """Whether FSDP's shards of slices are those of DTensor. FSDP divides each slice's rows among the replicas; DTensor
-    divides the rows of a replica, those of all slices together, among the slices."""
-    of_slices = [_chunks(size, replicas) for size in _chunks(rows, slices)]
-    return all([*sizes] == _chunks(sum(sizes), slices) for sizes in zip(*of_slices, strict=True))
-
-
-def _chunks(size: int, count: int) -> list[int]:
-    """The sizes of the chunks of torch.chunk, of which the last ones may be smaller or empty."""
-    largest = -(-size // count)
-    return [max(0, min(largest, size - k * largest)) for k in range(count)]
