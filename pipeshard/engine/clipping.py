@@ -82,7 +82,6 @@ class ModelGradients:
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
-        self._infinite: list[str] | None = None  # parameters whose gradients were not finite before clipping, if known
         self._mixed: list[Tensor] = []  # tensors whose gradients include parts of a failed step
         self.parts: list[list[nn.Parameter]] = []
         self._trains_all = False  # whether `trained` contains all parameters on every rank, if the ranks have compared
@@ -134,7 +133,7 @@ class ModelGradients:
         self._settle()
         self.updates.renew()
         self.updates.judge()
-        self.norm, self._stepped, self._infinite = None, None, None
+        self.norm = self._stepped = None
         self._used = scaling or self.scaling
         self._rescale(self._scale)
 
@@ -250,8 +249,8 @@ class ModelGradients:
                 self.scaling.update(self.overflow)
                 if self.overflow and self._used is not None and self._used is not self.scaling:
                     self._used.update(True)
-                if self.scaling.overflows == STUCK:
-                    self._warn_of_skips()
+                if self.scaling.overflows == STUCK and self.grid.first:
+                    logger.warning(SKIPPED, STUCK, LEAST_SCALE)
             if is_clipped:
                 self.norm, self.norm_type = before
         self._stepped.add(optimizer)
@@ -268,9 +267,6 @@ class ModelGradients:
                 f"the gradient norm is {self.norm.item()}, and error_if_nonfinite=True. Skip this step, or "
                 "pass check_finite=True to PipelinePlugin to find the stage that computes non-finite values"
             )
-        is_least = self.scaling is not None and self.scaling.value == LEAST_SCALE
-        if is_least and self._infinite is None and not torch.isfinite(self.norm):
-            self._infinite = self._not_finite(self.weights)  # before a factor of NaN makes all gradients NaN
         if (factor := torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)) != 1.0:  # also if it is NaN
             self._multiply(factor)
         return self.norm
@@ -333,26 +329,14 @@ class ModelGradients:
                 "gradients"
             )
 
-    def _warn_of_skips(self) -> None:
-        """Warn, on the first rank, that steps are skipped although the loss scale cannot become smaller. Call it on all
-        ranks."""
-        infinite = self._not_finite(self.updated) if self._infinite is None else self._infinite
-        names = gather_lists(infinite, self.grid.world)
-        if self.grid.first:
-            logger.warning(SKIPPED, STUCK, LEAST_SCALE, listed([*dict.fromkeys(names)], 3))
-
-    def _not_finite(self, weights: Mapping[str, MasterWeight]) -> list[str]:
-        """The names of the weights whose gradients on this rank are not finite."""
-        gradients = {name: local_grad(weight.parameter) for name, weight in weights.items()}
-        return [n for n, grad in gradients.items() if grad is not None and not stored(grad).isfinite().all()]
-
 
 STUCK = 10  # consecutive skipped steps with the smallest loss scale after which a warning is logged
 SKIPPED = (
     "the last %d steps were skipped, although the loss scale has already been reduced to %s: the gradients are not "
-    "finite (parameters: %s). If the loss is not finite, pass check_finite=True to PipelinePlugin to find the stage "
-    "that computes non-finite values, or use precision='bf16'. If one of these parameters is in no optimizer, "
-    "optimizer.zero_grad() does not clear its gradient, but clip_grad_by_norm counts it: call model.zero_grad()"
+    "finite (look for them in p.grad of model.named_parameters() before optimizer.step()). If the loss is not finite, "
+    "pass check_finite=True to PipelinePlugin to find the stage that computes non-finite values, or use "
+    "precision='bf16'. optimizer.zero_grad() does not clear the gradients of parameters in no optimizer, which "
+    "clip_grad_by_norm counts: call model.zero_grad()"
 )
 
 
