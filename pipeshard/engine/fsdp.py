@@ -90,24 +90,12 @@ class ShardedUnits:
         for module in (self.root, *self.groups):
             _remove_hooks(module)
         _fsdp_state(self.root)._lazy_init()
-        self._by_shard = {parameter.sharded_param: parameter for parameter in self._all_parameters()}
         self._waiting: list[Any] = []  # groups whose gradients have not been reduced in this step
 
     @property
     def parameters(self) -> frozenset[nn.Parameter]:
         """The parameters that are sharded."""
         return frozenset(parameter.sharded_param for parameter in self._all_parameters())
-
-    def moved(self, name: str, shard: nn.Parameter) -> None:
-        """From now on, gather the shard of the parameter `name` from the memory to which it has moved."""
-        if (parameter := self._by_shard.get(shard)) is None:
-            return
-        if parameter.sharded_state.name != "SHARDED":
-            raise UsageError(
-                f"the data of {name} was assigned during a step, in which fsdp=True has gathered this parameter: "
-                "assign the data before or after the step"
-            )
-        parameter.reset_sharded_param()
 
     def mixed(self) -> set[nn.Parameter]:
         """The trained shards that are not in fp32, in groups whose trained shards have several dtypes."""

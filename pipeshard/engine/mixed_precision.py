@@ -7,7 +7,7 @@ architecture keeps in fp32 stay in fp32. Optimizers update fp32 copies of the tr
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
@@ -20,7 +20,7 @@ from pipeshard.distributed.collectives import local, local_grad, set_local_grad,
 from pipeshard.errors import UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.writes import DATA, OWNERS
+from pipeshard.graph.writes import SHARD_OF
 from pipeshard.hf import kept_in_fp32
 from pipeshard.options import LEAST_SCALE, MOST_SCALE, PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
@@ -87,7 +87,6 @@ class MasterWeight:
         noted: the states of the parameter and of `master`, by id, when they were last equal (see WeightCopies).
         shared: the states of both after they were last sent to the other replicas.
         is_due: whether a write was copied between the parameter and `master`, but not yet sent to the other replicas.
-        moved: a function to call after the shard has moved to other memory, or None.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
         loaded_as: the dtype of the weight in the model or adapter checkpoint that was loaded last, or None if none was
@@ -103,7 +102,6 @@ class MasterWeight:
         self.shared: dict[int, State] = {}
         self.is_due = False
         self.loaded_as: torch.dtype | None = None
-        self.moved: Callable[[str, nn.Parameter], None] | None = None
         self._lent: Tensor | None = None  # the gradient that was assigned to `master`
         self.plain = full is None and not isinstance(parameter, DTensor)
         self.master: nn.Parameter = parameter
@@ -111,7 +109,8 @@ class MasterWeight:
             value = local(parameter.detach()) if full is None else slice_like(full, parameter)
             self.master = self._like(value, requires_grad=parameter.requires_grad)
         if isinstance(parameter, DTensor):
-            OWNERS[id(parameter)] = OWNERS[id(self.master)] = self
+            for tensor in (parameter,) if self.is_double else (parameter, self.master):
+                vars(tensor)[SHARD_OF] = name
         if lowered:  # accumulate gradients in the precision of the values, even if unfrozen later
             parameter.grad_dtype = self.master.grad_dtype = torch.float32
 
@@ -158,35 +157,6 @@ class MasterWeight:
                 self.master.copy_(torch.where(value == rounded, self.master, value.to(self.master)))
         self.take_value()
         return True
-
-    @torch.no_grad()
-    def replace_data(self, tensor: Tensor, value: Tensor) -> bool:
-        """If `tensor` is the parameter, or a `master` that shares its shard's memory, replace this shard with this
-        rank's part of `value`, and return True. Otherwise, return False. torch would replace only `tensor`'s data."""
-        shares = self.master is not self.parameter and not self.is_double
-        if tensor is not self.parameter and not (shares and tensor is self.master):
-            return False
-        shard, part = local(self.parameter), self._shard_of(value)
-        if (part.shape, part.dtype, part.device) != (shard.shape, shard.dtype, shard.device):
-            raise UsageError(
-                f"the data assigned to {self.name} has shape {tuple(part.shape)}, {part.dtype} on {part.device}, but "
-                f"this rank's shard has shape {tuple(shard.shape)}, {shard.dtype} on {shard.device}: assign a tensor "
-                "like the parameter's own data, or call p.data.copy_(value)"
-            )
-        shard.data = part.contiguous()
-        if self.moved is not None:
-            self.moved(self.name, self.parameter)
-        if shares:
-            DATA.__set__(self.master, local(self.parameter))
-        return True
-
-    def _shard_of(self, value: Tensor) -> Tensor:
-        """The shard of a value that a loop assigns: a shard, a DTensor that is sharded like the parameter, or the full
-        tensor."""
-        parameter = self.parameter
-        if isinstance(value, DTensor) or value.shape != parameter.shape:
-            return local(value)
-        return slice_like(value, parameter)
 
     @property
     def lacks_values(self) -> bool:

@@ -79,9 +79,6 @@ class HeldParameters:
             name: kind(name, p, self._holders(name), full.get(before[name]), before[name] in low)
             for name, p in self.held.items()
         }
-        if self.sharded is not None:
-            for weight in self.weights.values():
-                weight.moved = self.sharded.moved
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
         unsharded = {name for name, parameter in self.held.items() if not grid.divides(parameter, TP)}
         self.copied = unsharded - self.partial if grid.tp_size > 1 else set()

@@ -18,7 +18,7 @@ from pipeshard.graph.operators import mutated
 from pipeshard.graph.places import HOOKS
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Change, Hooks, Snapshot
-from pipeshard.graph.storage import storage_of
+from pipeshard.graph.storage import is_moved, storage_of
 from pipeshard.hf import disable_caches, enable_caches
 from pipeshard.private import DispatchMode
 
@@ -120,11 +120,6 @@ class Writes(DispatchMode):
         for storage, content in self._kept.values():
             storage.copy_(content)
         self._kept.clear()
-
-
-def is_moved(tensor: Tensor, data: Tensor) -> bool:
-    """Whether a tensor's storage, shape or strides have changed since its `.data` was `data`."""
-    return storage_of(tensor) != storage_of(data) or tensor.shape != data.shape or tensor.stride() != data.stride()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,11 @@ def storage_of(tensor: Tensor) -> int:
         return storage_of(functorch_unwrapped(tensor))
 
 
+def is_moved(tensor: Tensor, data: Tensor) -> bool:
+    """Whether a tensor's storage, shape or strides differ from those of `data`, its former or next `.data`."""
+    return storage_of(tensor) != storage_of(data) or tensor.shape != data.shape or tensor.stride() != data.stride()
+
+
 def address_of(tensor: Tensor) -> Any:
     """An object that prevents reuse of the address of a tensor's storage, but does not keep the storage's memory
     allocated. For a sparse tensor, this object is the tensor itself."""

@@ -4,34 +4,25 @@ While a boosted model is alive (engine/data_guard.py), reads and replacements of
 that were passed to `count_reads` or `note`. Before the first read after a note, the sum of the tensor's values is
 stored. So a note is fast unless the loop uses `data`, and a mere read does not count as a write.
 
-A replacement of the `data` of a sharded parameter is passed to its owner in `OWNERS`, since torch would only replace
-the DTensor's outer tensor.
+The replacement of the `data` of a sharded parameter is refused, since torch would only replace the DTensor's outer
+tensor.
 """
 
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeshard.errors import UsageError
+from pipeshard.graph.storage import is_moved
 from pipeshard.private import DisableTorchFunction
 
 READS, SUMS = "pipeshard_reads", "pipeshard_sums"  # attributes of a tensor
+SHARD_OF = "pipeshard_shard_of"  # the attribute of a shard that contains the name of its parameter
 KEPT = 8  # the number of latest notes of a tensor whose sums are kept
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DATA: Any = Tensor.data  # torch's descriptor, which `CountedData` replaces
-
-
-class Owner(Protocol):
-    """An object that replaces the `data` of tensors that share memory."""
-
-    def replace_data(self, tensor: Tensor, value: Tensor) -> bool:
-        """Replace the data of `tensor` and of the tensors that share its memory. Returns False, and replaces nothing,
-        if `tensor` shares its memory with no other tensor."""
-
-
-OWNERS = WeakValueDictionary[int, Owner]()  # by the id of a tensor
 
 
 class Noted(NamedTuple):
@@ -99,9 +90,13 @@ class CountedData:
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
         _count(tensor)
-        owner = OWNERS.get(id(tensor))
-        if owner is None or not owner.replace_data(tensor, value):
-            DATA.__set__(tensor, value)
+        if (name := vars(tensor).get(SHARD_OF)) is not None and is_moved(tensor, value):
+            raise UsageError(
+                f"the data of {name} was assigned, but this parameter is sharded (fsdp, tp_size or ep_size), and the "
+                "model would keep computing with its former values: call p.data.copy_(value). To restore values later, "
+                "keep p.detach().clone()"
+            )
+        DATA.__set__(tensor, value)
 
 
 def _count(tensor: Tensor) -> None:
