@@ -15,8 +15,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, explained, summary
 from pipeshard.garbage import collector_paused
@@ -129,9 +128,7 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         raise ConfigurationError(
             unknown_settings(kind, unknown, {one.name for group in groups for one in fields(group)})
         )
-    refuse_other_choices(kind, settings, groups)
     read_mappings(settings, groups)
-    read_lists(settings, groups)
     options = {one.partition("=")[0].replace("-", "_") for one in arguments}
     if "__model_name_or_path" in options and "__model_config" not in options:
         settings.model_config = None  # it describes the model that the file names
@@ -142,7 +139,6 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         if (value := getattr(settings, f"activation_{name}", None)) is not None:
             setattr(settings, f"gradient_{name}", value)
             setattr(settings, f"activation_{name}", None)
-    settings.num_slices = str(settings.num_slices)  # YAML may contain a number
     if isinstance(settings.partition, str):  # YAML may contain a list
         settings.partition = cuts_of(settings.partition)
     checked_config(settings)
@@ -169,7 +165,15 @@ def of_trl(kind: str, what: str) -> Any:
 
 def parser_of(kind: str, groups: Sequence[type]) -> Any:
     class Parser(trl().TrlParser):  # type: ignore[misc]
-        """TRL's parser, except that the settings remain a Namespace: TrainingArguments would initialize a device."""
+        """TRL's parser. The settings remain a Namespace, since TrainingArguments would initialize a device."""
+
+        def set_defaults_with_config(self, **config: Any) -> Any:
+            """Set the defaults from the file, and return unknown settings. Texts and numbers in the file are first
+            parsed like options, since argparse does not check defaults."""
+            plain = [name for name, value in config.items() if type(value) in (str, int, float)]
+            parsed, _ = self.parse_known_args([f"--{name}={config[name]}" for name in plain])
+            config |= {name: getattr(parsed, name) for name in plain if hasattr(parsed, name)}
+            return super().set_defaults_with_config(**config)
 
         def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
             return self.parse_known_args(args)
@@ -182,16 +186,6 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
     return Parser(groups, prog=f"pipeshard {kind}", usage=usage, description=what, allow_abbrev=False)
 
 
-def refuse_other_choices(kind: str, settings: Namespace, groups: Sequence[type]) -> None:
-    """Raise ConfigurationError for a value that is not one of a setting's choices: argparse does not check the file."""
-    for one in (one for group in groups for one in fields(group)):
-        value, choices = getattr(settings, one.name, one.default), one.metadata.get("choices")
-        if choices and value != one.default and value not in choices:
-            raise ConfigurationError(
-                f"{one.name}={value} is not one of {', '.join(choices)}. pipeshard {kind} --help lists the settings"
-            )
-
-
 def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
     """Parse settings that are given as JSON objects, as TrainingArguments does. Raises ConfigurationError for invalid
     JSON."""
@@ -202,16 +196,6 @@ def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
                 setattr(settings, name, json.loads(value))
             except ValueError as error:
                 raise ConfigurationError(f"{name}={value} is not valid JSON: {error}") from error
-
-
-def read_lists(settings: Namespace, groups: Sequence[type]) -> None:
-    """Put the text or number of a setting that can only be a list into a list: the file may omit the brackets."""
-    for name, hint in (each for group in groups for each in get_type_hints(group).items()):
-        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kinds = {get_origin(part) or part for part in parts}
-        value = getattr(settings, name, None)
-        if list in kinds and str not in kinds and isinstance(value, str | int | float):
-            setattr(settings, name, [value])
 
 
 def cuts_of(text: str) -> str | list[int] | list[str]:

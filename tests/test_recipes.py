@@ -438,8 +438,9 @@ def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments
     ("text", "message"),
     [
         ("pp: 2\nlora: 8", "recipe.yaml (did you mean lora_"),
-        ("schedule: auto", "error: schedule=auto is not one of gpipe, 1f1b,"),
-        ("dtype: bf16", "error: dtype=bf16 is not one of auto, bfloat16, float16, float32. pipeshard sft --help"),
+        ("schedule: auto", "error: argument --schedule: invalid choice: 'auto'"),
+        ("dtype: bf16", "error: argument --dtype: invalid choice: 'bf16'"),
+        ("pp: 2.5", "error: argument --pp: invalid int value: '2.5'. pipeshard sft --help lists the settings"),
         ("- pp", "must contain a YAML mapping"),
         ("pp: [", "the --config file cannot be read: ParserError"),
         (None, "the --config file cannot be read: FileNotFoundError"),
