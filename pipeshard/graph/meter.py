@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -14,11 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.operators import SHAPED
-from pipeshard.graph.shapes import TensorSpec, placeholder
+from pipeshard.graph.operators import SHAPED, aten, flops, run_by_shape
 from pipeshard.graph.storage import storage_of
 from pipeshard.graph.taint import Hidden, Taint, Value
 from pipeshard.private import (
@@ -27,12 +24,9 @@ from pipeshard.private import (
     TreeSpec,
     disable_current_modes,
     tree_leaves,
-    tree_map_only,
     tree_tensors,
 )
 from pipeshard.replaced import replaced
-
-aten = torch.ops.aten
 
 
 class FusedAttention(TorchFunctionMode):
@@ -66,20 +60,6 @@ def _attention(
     return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    batch, heads, rows, width = query.shape
-    return 2 * batch * heads * rows * key.shape[2] * (width + value.shape[-1])
-
-
-def _grouped_flops(tokens: Tensor, weights: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    return 2 * math.prod(out_val.shape) * tokens.shape[-1]
-
-
-# Rules for operators that torch's flop_registry lacks.
-FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    aten._grouped_mm: _grouped_flops,
-}
 PRODUCTS = {aten.mm, aten.addmm}  # of linear layers: W computes the gradients of their weights
 BY_ROWS = {aten.embedding_dense_backward}  # stages accumulate only the rows that were read
 NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # their results alias their inputs
@@ -341,25 +321,17 @@ class Meter(DispatchMode):
     def _by_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _is_view(func):
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            return args[0] if func._schema.returns else None
-        on_meta, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        if kwargs.get("device") is not None:
-            meta_kwargs["device"] = torch.device("meta")
-        result = func(*on_meta, **meta_kwargs)
-        return tree_map_only(Tensor, lambda t: placeholder(TensorSpec.of(t), self.taint.device), result)
+        return run_by_shape(func, args, kwargs, self.taint.device)
 
     def _count(self, visit: Visit, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not _is_view(func) and func._overloadpacket not in NO_WORK:
             visit.elements += sum(map(Tensor.numel, tree_tensors(result)))
-        rule = FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
-        if rule is not None:
-            flops = rule(*args, **kwargs, out_val=result)
-            visit.flops += flops
+        if made := flops(func, args, kwargs, result):
+            visit.flops += made
             read = [tensor for tensor in tree_tensors((args, kwargs)) if storage_of(tensor) in visit.parameters]
             if read:
                 name = visit.parameters[storage_of(max(read, key=Tensor.numel))]
-                visit.by_parameter[name] = visit.by_parameter.get(name, 0) + flops
+                visit.by_parameter[name] = visit.by_parameter.get(name, 0) + made
             if func._overloadpacket in PRODUCTS and any(storage_of(tensor) in visit.trained for tensor in read):
                 factors = [x for x in tree_tensors((args, kwargs)) if storage_of(x) not in visit.parameters]
                 visit.factors |= {storage_of(x): x.untyped_storage().nbytes() for x in factors}

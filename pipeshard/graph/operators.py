@@ -1,11 +1,15 @@
 """Operators: which tensors torch's operators read, write and return to Python, and whether they draw or cast."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+from pipeshard.graph.shapes import TensorSpec, placeholder
+from pipeshard.private import tree_map_only
 
 aten = torch.ops.aten
 # Operators that return values to Python, or results whose shapes depend on values: a call is a decision of glue.
@@ -34,9 +38,39 @@ def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)])
 
 
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    batch, heads, rows, width = query.shape
+    return 2 * batch * heads * rows * key.shape[2] * (width + value.shape[-1])
+
+
+def _grouped_flops(tokens: Tensor, weights: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    return 2 * math.prod(out_val.shape) * tokens.shape[-1]
+
+
+# Rules for operators that torch's flop_registry lacks.
+FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._grouped_mm: _grouped_flops,
+}
+
+
 def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    rule = flop_registry.get(func._overloadpacket)
+    rule = FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
     return rule(*args, **kwargs, out_val=result) if rule is not None else 0
+
+
+def run_by_shape(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+    """Run an operator on meta, and return zeros on `device`, or the result itself if `device` is meta. An operator that
+    writes to its first argument returns this argument unchanged."""
+    on_meta, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+    if kwargs.get("device") is not None:
+        meta_kwargs["device"] = torch.device("meta")
+    result = func(*on_meta, **meta_kwargs)
+    if func._schema.is_mutable:
+        return args[0] if func._schema.returns else None
+    if device.type == "meta":
+        return result
+    return tree_map_only(Tensor, lambda t: placeholder(TensorSpec.of(t), device), result)
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:

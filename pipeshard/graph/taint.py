@@ -19,11 +19,21 @@ from pipeshard.errors import TraceError
 from pipeshard.graph.call_stack import running_modules, where
 from pipeshard.graph.indices import check_indices
 from pipeshard.graph.nodes import reached
-from pipeshard.graph.operators import SCALAR, SHAPED, aten, deciding_inputs, draws, flops, mutated, tensors_in
+from pipeshard.graph.operators import (
+    SCALAR,
+    SHAPED,
+    aten,
+    deciding_inputs,
+    draws,
+    flops,
+    mutated,
+    run_by_shape,
+    tensors_in,
+)
 from pipeshard.graph.question import Recipes
 from pipeshard.graph.shapes import ANCHOR
 from pipeshard.graph.storage import address_of, storage_of
-from pipeshard.private import DispatchMode, tree_map_only
+from pipeshard.private import DispatchMode
 
 
 class Value(NamedTuple):
@@ -237,19 +247,12 @@ class Taint(DispatchMode):
     def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """Run an operator of glue. If an input is on meta, the result is zeros; if all inputs and the target device are
         meta, the result stays on meta."""
-        on_meta, device = [t.is_meta for t in inputs], kwargs.get("device")
+        device = kwargs.get("device")
         moved = device is not None and torch.device(device).type == "meta"  # to a parameter's device
-        if not any(on_meta):
+        if not any(t.is_meta for t in inputs):
             return func(*args, **kwargs | {"device": self.device} if moved else kwargs)
-        meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        if device is not None:
-            meta_kwargs["device"] = torch.device("meta")
-        result = func(*meta_args, **meta_kwargs)
-        if func._schema.is_mutable:
-            return args[0]
-        if all(on_meta) and (device is None or moved):
-            return result  # computed from parameters and buffers only
-        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
+        stays = all(t.is_meta for t in inputs) and (device is None or moved)  # uses parameters and buffers only
+        return run_by_shape(func, args, kwargs, torch.device("meta") if stays else self.device)
 
     def decide(
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
