@@ -432,13 +432,16 @@ class TakesWhole(Glued):
     ("make", "unknown", "right"),
     [
         (Glued, "weights", {**batch(), "criterion.weights": torch.ones(2)}),
-        (TakesWhole, "input_ids and labels and weights", ({**batch(), "weights": torch.ones(2)},)),
+        (TakesWhole, "input_ids", ({**batch(), "weights": torch.ones(2)},)),
     ],
 )
 def test_keys_that_the_forward_does_not_take_are_named(make: type[nn.Module], unknown: str, right: Any) -> None:
     """The remedy was another input or dimension: labels for the criterion alone, or one dict for a forward, are what
     users of their own modules try first."""
-    remedy = rf"does not take {unknown}\. .*name it 'criterion\.weights'.*let the dataloader return \(batch,\)"
+    remedy = (
+        rf"unexpected keyword argument '{unknown}'.*To pass {unknown} only to the criterion, "
+        rf"name it 'criterion\.{unknown}'\. .*let the dataloader return \(batch,\)"
+    )
     with pytest.raises(TraceError, match=remedy):
         trace(make(), {**batch(), "weights": torch.ones(2)})
     assert trace(make(), right).calls
