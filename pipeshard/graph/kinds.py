@@ -42,8 +42,7 @@ from pipeshard.graph.unit_outputs import (
     opened,
     run_collecting,
 )
-from pipeshard.graph.units import unrecomputed, unsliced
-from pipeshard.hf import recomputes
+from pipeshard.graph.units import unsliced
 from pipeshard.private import (
     TreeSpec,
     disable_current_modes,
@@ -322,8 +321,6 @@ class Kinds:
         flat = [leaf for _, of_part, _ in results for leaf in of_part]
         if self.meter and visit is not None:
             self.meter.end(visit, flat, state.values())
-            if recomputes(module):
-                visit.plain = self._plain(self.meter, device, call, taint)
         tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
         first: dict[int, int] = {}
         passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # no operator of this call computed these
@@ -343,19 +340,6 @@ class Kinds:
             elements=taint.elements,
             visit=visit,
         )
-
-    def _plain(self, meter: Meter, device: torch.device, call: UnitCall, taint: Taint) -> Visit:
-        """For a unit that recomputes its activations, the Visit of a call without recomputation."""
-        module = call.module
-        inputs, state = self._given(device, call, taint)
-        with disable_current_modes():
-            args, kwargs = arguments = tree_unflatten(inputs, call.tree)
-            with unrecomputed(module), _called_on(module, arguments, state) as before:
-                with meter, meter.visit(module, inputs) as visit:
-                    result = call.forward(*args, **kwargs)
-                contents = [opened(result, before.paths), *(content for _, content in changed(before, but=inputs))]
-        meter.end_plain(visit, tree_leaves(contents), state.values())
-        return visit
 
     def _given(self, device: torch.device, call: UnitCall, taint: Taint) -> tuple[list[Any], dict[str, Tensor]]:
         """Copies of the call's argument leaves for a visit on `device`, and new parameters and buffers for the unit."""

@@ -154,8 +154,7 @@ class Visit:
     positions of saved inputs and results. `passed` maps each result that shares memory with an input to this input.
     `given` maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters.
     `factors` maps the storages of the inputs of matrix products with `trained` parameters to their bytes, and
-    `gradients` has the bytes of the gradients of these products. If the unit recomputes its activations, `plain` is a
-    visit without recomputation, in which `own` includes the saved results.
+    `gradients` has the bytes of the gradients of these products.
     """
 
     flops: int = 0
@@ -172,7 +171,6 @@ class Visit:
     gradients: int = 0
     graph: WeakSet[_Kept] = field(default_factory=WeakSet)
     temporary: int = 0
-    plain: Visit | None = None
 
 
 class Meter(DispatchMode):
@@ -183,7 +181,6 @@ class Meter(DispatchMode):
 
     Attributes:
         works: the Work of each unit call.
-        plain: the Work of each unit call without recomputation.
         tail: a Work without flops for the tensors of the glue after the last call, including the loss.
         same: for each result that shares memory with an argument, the key of the argument in `Work.kept`.
     """
@@ -191,7 +188,6 @@ class Meter(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.works: list[Work] = []
-        self.plain: list[Work] = []
         self.tail = Work(0, 0, {}, {})
         self.same: dict[Value, Hashable] = {}
         self.visiting: Visit | None = None
@@ -201,16 +197,13 @@ class Meter(DispatchMode):
     @contextmanager
     def running(self, taint: Taint) -> Iterator[None]:
         """Context manager for one run of a Tracer; `works` and `tail` are complete on exit."""
-        self.taint, self.works, self.plain, self.same, self.results = taint, [], [], {}, list[Tensor]()
+        self.taint, self.works, self.same, self.results = taint, [], {}, list[Tensor]()
         self.glue: list[WeakSet[_Kept]] = [WeakSet()]
         self.persistent = {key for key, tags in taint.tags.items() if tags}  # parameters, and the batch
         with self, saved_tensors_hooks(lambda tensor: _note(self.glue[-1], tensor), self._unpack), FusedAttention():
             yield
         *before, tail = [self._of_glue(kept) for kept in self.glue]
-        self.works, self.plain = (
-            [replace(work, kept={**glue, **work.kept}) for work, glue in zip(works, before, strict=True)]
-            for works in (self.works, self.plain)
-        )
+        self.works = [replace(work, kept={**glue, **work.kept}) for work, glue in zip(self.works, before, strict=True)]
         self.tail = Work(0, 0, {}, tail, self._temporary_of_tail())
 
     @contextmanager
@@ -241,13 +234,6 @@ class Meter(DispatchMode):
         visit.own = {key: size for key, size in visit.own.items() if key not in made}
         visit.temporary = self._temporary(visit, leaves, parameters)
 
-    def end_plain(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> None:
-        """Complete a visit without recomputation. The leaves of this visit may differ from the leaves of the visit with
-        recomputation."""
-        own = visit.own
-        self.end(visit, leaves, parameters)
-        visit.own, visit.results = own, set()
-
     def _temporary(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> int:
         """The peak bytes of temporary tensors in the backward of a visit. A parameter's gradient is temporary until it
         is accumulated."""
@@ -272,8 +258,9 @@ class Meter(DispatchMode):
         return living.peak
 
     def _differentiate(self, run: Callable[[], object]) -> None:
-        # `run` fails if an operator has no meta kernel, or if values are read.
-        with replaced(self, is_differentiating=True), DisableTorchFunction(), suppress(Exception):
+        # `run` fails if an operator has no meta kernel, or if values are read. What a recomputation saves is not kept.
+        unnoted = saved_tensors_hooks(_Kept, self._unpack)
+        with replaced(self, is_differentiating=True), unnoted, DisableTorchFunction(), suppress(Exception):
             run()
 
     def _unpack(self, entry: _Kept) -> Tensor:
@@ -289,7 +276,6 @@ class Meter(DispatchMode):
         `result` the placeholders that the call returns."""
         index = len(self.works)
         self.works.append(self._work(visit, index, arguments, result))
-        self.plain.append(self._work(visit.plain, index, arguments, result) if visit.plain else self.works[-1])
         self.results += [leaf for leaf in result if isinstance(leaf, Tensor)]
         for k, argument in visit.passed.items():
             self.same[Value(index, k)] = self._key(storage_of(arguments[argument]))

@@ -4,6 +4,7 @@ import copy
 import heapq
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from operator import itemgetter
@@ -22,7 +23,7 @@ from pipeshard.graph.preserve import preserving
 from pipeshard.graph.shapes import Axes, is_trainable
 from pipeshard.graph.taint import Value
 from pipeshard.graph.tracer import Tracer
-from pipeshard.graph.units import paths_of
+from pipeshard.graph.units import paths_of, unrecomputed
 from pipeshard.hf import recomputes
 from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Footprint, Forms, Memory, Moment, Part, Training
@@ -43,19 +44,21 @@ def metered(
     criterion: Criterion | None = None,
     meter: Meter | None = None,
     cuts: Sequence[str] = (),
+    recomputed: bool = True,
 ) -> tuple[Dataflow, Meter]:
     """Trace `model` for exactly the sizes of `microbatch`, and meter its unit calls. Only shapes are computed. Returns
     the Dataflow and the meter.
 
     The model is traced in training mode, even if it is in evaluation mode. Modules named in `cuts` are units.
+    Without `recomputed`, no layer recomputes its activations.
     """
     meter = meter or Meter()
     with preserving(model, criterion):
         if not model.training:
             model.train()
         tracer = Tracer(model, criterion, microbatch, meter, paths_of(model, cuts))
-        with torch.enable_grad():  # specs record whether a result requires grad
-            flow = tracer.run(microbatch)
+        with torch.enable_grad(), nullcontext() if recomputed else unrecomputed(model):
+            flow = tracer.run(microbatch)  # its specs record whether a result requires grad
     axes = Axes.of(microbatch)
     return replace(flow, axes=axes.pin(set(range(len(axes.sizes))))), meter
 

@@ -18,7 +18,7 @@ from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.engine.weight_grad import defers
 from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.meter import Meter
+from pipeshard.graph.meter import Meter, Work
 from pipeshard.graph.shapes import TensorSpec, is_trainable
 from pipeshard.options import check_offload, check_precision, check_replicas, is_offloaded, is_positive
 from pipeshard.schedule.given import Schedule
@@ -301,7 +301,16 @@ class Footprint:
     parameter that no call reads belongs to the call that `held_parameters` chooses.
     """
 
-    def __init__(self, model: nn.Module, flow: Dataflow, meter: Meter, training: Training, forms: Forms) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        flow: Dataflow,
+        meter: Meter,
+        unrecomputed: Sequence[Work],
+        training: Training,
+        forms: Forms,
+    ) -> None:
+        """`unrecomputed` is the Work of each unit call without recomputation."""
         self.last = len(flow.calls)  # the glue after the last call counts as one more call
         units = {call.unit: model.get_submodule(call.unit) for call in flow.calls}
         self._held = held_parameters(model, flow, range(self.last), units, self.last + 1)
@@ -324,7 +333,7 @@ class Footprint:
             {meter.same.get(value, value): tensor_bytes(flow.spec(value)) for value in values & flow.receiving}
             for values in live_values(flow, range(self.last), self.last + 1, flow.needed())
         ]
-        works = [[*each, meter.tail] for each in (meter.plain, meter.works)]
+        works = [[*each, meter.tail] for each in (unrecomputed, meter.works)]
         whole, left = ([sum(work.kept.values()) for work in each] for each in works)
         deferring = [defers(model.get_submodule(call.unit)) for call in flow.calls]
         recomputes = [a > b for a, b in zip(whole, left, strict=True)]

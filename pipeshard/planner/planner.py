@@ -271,6 +271,8 @@ def study(
         if flow.loss is None:
             raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
         units = [model.get_submodule(call.unit) for call in flow.calls]
+        recomputed = any(map(recomputes, units))
+        unrecomputed = metered(model, microbatch, criterion, cuts=cuts, recomputed=False)[1] if recomputed else meter
         measured = _profile(profile, partition, model, flow, microbatch, criterion)
     policy, sliced = policy or find_policy(model), dict[nn.Parameter, int]()
     if training.slices > 1:
@@ -290,7 +292,7 @@ def study(
         model=model,
         flow=flow,
         costs=own_costs(model, flow, policy, costs) if has_own else costs,
-        footprint=Footprint(model, flow, meter, training, forms),
+        footprint=Footprint(model, flow, meter, unrecomputed.works, training, forms),
         policy=policy,
         partition=partition,
         training=training,

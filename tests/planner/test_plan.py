@@ -277,10 +277,11 @@ def test_what_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
         planned("llama", partition=[3, 4], schedule="1f1b", device_memory="300kB")
 
 
-def test_recomputation_is_counted_once_a_rank() -> None:
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_recomputation_is_counted_once_a_rank(is_reentrant: bool) -> None:
     model = zoo.build("llama")
     plain = planned("llama", model, schedule="zbv")
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     again = planned("llama", model, schedule="zbv")
     layer = plain.stages[1].kept  # one layer, and nothing else
     made = again.estimate.memory[1].temporary - plain.estimate.memory[1].temporary
