@@ -33,7 +33,7 @@ from pipeshard.graph.places import (
     resolve,
 )
 from pipeshard.graph.preserve import Before, put_hooks
-from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
+from pipeshard.graph.snapshot import Snapshot, flagged, has_same_entries, noting_reads
 from pipeshard.graph.storage import storage_of
 from pipeshard.graph.taint import Decision, Kept
 from pipeshard.graph.tracer import Tracer
@@ -84,16 +84,12 @@ class Place:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
-        """Whether the place still has this value, or a new list or tuple of the same items, and the content is
+        """Whether the place still has this value, or a new collection of the same entries, and the content is
         unchanged."""
         if self.has_hooks:
             return bool(self.value.keys() == held.value.keys())
-        is_there = is_same(self.value, held.value) or _has_same_items(self.value, held.value)
+        is_there = is_same(self.value, held.value) or has_same_entries(self.value, held.value)
         return is_there and not (held.content and any(held.content.changes()))
-
-
-def _has_same_items(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and type(a) in (list, tuple) and len(a) == len(b) and all(map(is_same, a, b))
 
 
 class _Record:

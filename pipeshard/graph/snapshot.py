@@ -450,16 +450,16 @@ def _is_alike(before: Any, now: Any) -> bool:
         return True
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return before.shape == now.shape and before.dtype == now.dtype
-    return is_same(before, now) or _has_same_entries(before, now)
+    return is_same(before, now) or has_same_entries(before, now)
 
 
-def _has_same_entries(before: Any, now: Any) -> bool:
+def has_same_entries(before: Any, now: Any) -> bool:
     """Whether two collections are equal, such as the lists of active adapters that each call of peft's `set_adapter`
     creates."""
     if type(before) is not type(now) or type(before) not in (list, tuple, dict) or len(before) != len(now):
         return False
     if isinstance(before, dict):
-        return before.keys() == now.keys() and all(is_same(before[key], now[key]) for key in before)
+        return [*before] == [*now] and all(map(is_same, before.values(), now.values()))
     return all(map(is_same, before, now))
 
 

@@ -1049,6 +1049,22 @@ def test_a_list_that_is_replaced_by_an_equal_one_is_no_change() -> None:
     assert flags.number() == 2
 
 
+class Renewing(Net):
+    """Sets an attribute to a copy of itself."""
+
+    sizes: Any
+
+    def last(self, logits: Tensor) -> None:
+        self.sizes = type(self.sizes)(self.sizes)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], {"a": 1, "b": 2}], ids=["list", "dict"])
+def test_a_collection_that_a_forward_replaces_by_an_equal_one_is_not_carried(sizes: Any) -> None:
+    model = Renewing()
+    model.sizes = sizes
+    assert not trace(model, read_batch(model, batch(0)), None).carried
+
+
 class Probes(Net):
     """Collects the results of all layers by hooks, which it registers and removes itself."""
 
