@@ -1,7 +1,7 @@
 """Tensor parallelism: plans for base models that transformers ships without a `tp_plan`, by model type.
 
-The styles are those of transformers, and two kinds of pipeshard: `conv1d_...` for GPT-2's transposed linear layers, and
-`divide:ATTRIBUTES` for a module whose forward reads its number of heads or features from its own attributes.
+The styles are those of transformers, and one of pipeshard: `divide:ATTRIBUTES` for a module whose forward reads its
+number of heads or features from its own attributes.
 """
 
 
@@ -22,13 +22,6 @@ TP_PLANS = {
         colwise="attention.self.query attention.self.key attention.self.value intermediate.dense",
         rowwise="attention.output.dense output.dense",
     ),
-    "gpt2": {
-        "h.*.attn": "divide:split_size",
-        "h.*.attn.c_attn": "conv1d_qkv",
-        "h.*.attn.c_proj": "conv1d_rowwise",
-        "h.*.mlp.c_fc": "conv1d_colwise",
-        "h.*.mlp.c_proj": "conv1d_rowwise",
-    },
     # Only the MLPs are sharded: the attentions share a position bias of all heads, which is sent to later stages.
     "t5": {
         **_layers("encoder.block.*.layer.*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),

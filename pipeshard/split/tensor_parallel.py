@@ -2,9 +2,9 @@
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
 split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
-from transformers. Two styles are added for models without a plan in transformers: GPT-2's Conv1D, and modules that
-store a number of heads in an attribute. One style replaces that of transformers: the first projection of latent
-attention. Expert parallelism uses another plan: each rank holds some experts of each layer.
+from transformers. One style is added for models without a plan in transformers: modules that store a number of heads in
+an attribute. One style replaces that of transformers: the first projection of latent attention. Expert parallelism uses
+another plan: each rank holds some experts of each layer.
 """
 
 import copy
@@ -21,16 +21,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from pipeshard.errors import ConfigurationError, counted, hint
 from pipeshard.graph.units import Interception, Sliced
 from pipeshard.hf import DROPOUTS, HEADS, without_adapters
-from pipeshard.private import StridedShard
 from pipeshard.replaced import replaced
 from pipeshard.split.ties import first_names, kept_tied, names_of
 
 DIVIDE = "divide:"  # followed by the names of attributes (numbers of heads or features) that a module's forward reads
-CONV1D: dict[str, dict[str, Any]] = {
-    "conv1d_colwise": {"by": "outputs"},
-    "conv1d_qkv": {"by": "outputs", "blocks": 3},
-    "conv1d_rowwise": {"by": "inputs"},
-}
 LATENT = "mla_kv_a_proj"  # the style of the projection to latent keys and values and to a rotary key
 EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"  # the styles of experts' parameters, and of their module
 KEYS = re.compile(r"(.*)\.([kv])_proj(\.|$)")  # the key and value projections of an attention module
@@ -86,6 +80,11 @@ def plan_of(
                 expanded[parameter] = style
         if whole is not None:
             expanded[path] = whole
+        if type(module).__name__ == "Conv1D" and (path in expanded or f"{path}.weight" in expanded):
+            raise ConfigurationError(
+                f"{by}_plan shards {path}, a Conv1D, whose weight is the transpose of a linear layer's and cannot be "
+                f"sharded: omit it from the {by}_plan, or use {by}_size=1"
+            )
     if not expanded:
         raise ConfigurationError(
             f"{by}_size={size}: {name} comes without {'a' if by == 'tp' else 'an'} {by}_plan. Use {by}_size=1, or pass "
@@ -148,10 +147,8 @@ def style_of(name: str, by: str = "tp") -> Any:
         return Experts()
     if name.startswith(DIVIDE):
         return Divided(name.removeprefix(DIVIDE).split(","))
-    if name in CONV1D:
-        return Conv1DSlice(**CONV1D[name])
     if name not in ALL_PARALLEL_STYLES:
-        known = [*ALL_PARALLEL_STYLES.keys(), *CONV1D, f"{DIVIDE}ATTRIBUTES"]
+        known = [*ALL_PARALLEL_STYLES.keys(), f"{DIVIDE}ATTRIBUTES"]
         raise ConfigurationError(f"{by}_plan contains the unknown style {name!r}: {hint(name, known)}")
     return ALL_PARALLEL_STYLES[name]
 
@@ -262,49 +259,6 @@ class Experts:
         module.forward = forward
 
 
-class Conv1DSlice:
-    """The style of GPT-2's Conv1D, whose weight is (inputs, outputs), sharded along one of these two dimensions.
-
-    If outputs are sharded, each of the equal `blocks` of outputs (query, key, value) is sharded separately. If inputs
-    are sharded, the products are summed over the ranks.
-    """
-
-    def __init__(self, by: str, blocks: int = 1) -> None:
-        self.by, self.blocks = by, blocks
-
-    def validate_param(self, module: Any, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
-        size = getattr(module, "nf" if self.by == "outputs" else "nx", None)
-        if size is None or size % (self.blocks * mesh.size()):
-            has = "is not a Conv1D" if size is None else f"has {size} {self.by}"
-            parts = f"each of {self.blocks} equal blocks of its {self.by}" if self.blocks > 1 else f"its {self.by}"
-            raise ConfigurationError(
-                f"tp_plan shards {parameter_name} of {type(module).__name__} as a Conv1D, and divides {parts} into "
-                f"tp_size={mesh.size()} equal parts. But the layer {has}: change the plan or tp_size"
-            )
-
-    def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
-        whole = module.get_parameter(key)
-        dim = whole.ndim - 1 if self.by == "outputs" else whole.ndim - 2
-        if dim >= 0:  # the bias has no input dimension
-            place = StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
-            sliced = distribute_tensor(whole, mesh, [place], src_data_rank=None)
-            module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
-
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> None:
-        from transformers.distributed.parallel_utils import _AllReduceBackward, _AllReduceForward
-
-        def of_outputs(x: Tensor) -> Tensor:
-            x = _AllReduceBackward.apply(x, mesh.get_group())
-            return torch.addmm(_local(module.bias), x.reshape(-1, x.shape[-1]), _local(module.weight))
-
-        def of_inputs(x: Tensor) -> Tensor:
-            products = x.reshape(-1, x.shape[-1]) @ _local(module.weight)
-            return _AllReduceForward.apply(products, mesh.get_group()) + module.bias
-
-        compute = of_outputs if self.by == "outputs" else of_inputs
-        module.forward = lambda x: compute(x).view(*x.shape[:-1], -1)
-
-
 class LatentProjection:
     """The style of the first projection in multi-head latent attention, which each rank computes in full.
 
@@ -335,10 +289,6 @@ class LatentProjection:
             return torch.cat([latent, _AllReduceBackward.apply(key, mesh.get_group())], dim=-1)
 
         module.forward = forward
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 # The style of a module between sharded modules: each rank has a partial sum of its gradients. transformers sums the

@@ -66,7 +66,7 @@ def test_shipped_policies_slice_what_transformers_does_not() -> None:
     assert shipped().keys() == pipeshard.policies.TP_PLANS.keys() <= set(CONFIG_MAPPING.keys())
     for model_type, policy in shipped().items():
         assert policy.tp_plan is pipeshard.policies.TP_PLANS[model_type]
-    assert shipped()["gpt2"].__name__ == "Gpt2Policy"
+    assert shipped()["bert"].__name__ == "BertPolicy"
     assert find_policy(typed("llama")) is Policy
 
 
@@ -74,16 +74,16 @@ def test_shipped_policies_slice_what_transformers_does_not() -> None:
 
 
 def test_a_user_s_registration_wins_over_what_is_shipped() -> None:
-    gpt2 = zoo.build("gpt2")
-    assert find_policy(gpt2) is shipped()["gpt2"]
-    register_policy("gpt2")(Own)
-    assert find_policy(gpt2) is Own
+    bert = zoo.build("bert")
+    assert find_policy(bert) is shipped()["bert"]
+    register_policy("bert")(Own)
+    assert find_policy(bert) is Own
 
     class ByBase(Policy):
         pass
 
-    register_policy(type(gpt2).__mro__[1])(ByBase)
-    assert find_policy(gpt2) is ByBase
+    register_policy(type(bert).__mro__[1])(ByBase)
+    assert find_policy(bert) is ByBase
 
 
 def test_without_a_registration_it_is_policy_itself() -> None:
