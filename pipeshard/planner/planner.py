@@ -20,6 +20,7 @@ from pipeshard.errors import ConfigurationError, PartitionError, UsageError, cou
 from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.options import check_plan
+from pipeshard.hf import recomputes
 from pipeshard.planner.auto import search
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
 from pipeshard.planner.devices import Devices
