@@ -48,7 +48,7 @@ from pipeshard.split.ties import share_weights, tie_on_meta
 from pipeshard.verify.decide import prove_at_boost
 
 logger = logging.getLogger("pipeshard")
-LARGE, UNEVEN, BETTER = 2**26, 0.8, 0.1  # thresholds: bytes of a model, share of a stage, reduction worth a hint
+LARGE, UNEVEN = 2**26, 0.8  # thresholds of a warning: bytes of a model, share of a stage
 
 
 def boost_model(
@@ -198,15 +198,13 @@ def _warn_of_16_bits(model: nn.Module) -> None:
 
 def _warn_of_uneven(policy: Policy) -> None:
     """Warn if one stage holds so much of the model that the split saves little memory."""
-    sizes = [parameter.numel() * parameter.element_size() for parameter in policy.model.parameters()]
-    shares = policy.shares()
-    if sum(sizes) < LARGE or max(shares) <= UNEVEN:
+    sizes = {name: p.numel() * p.element_size() for name, p in policy.model.named_parameters()}
+    total = sum(sizes.values())
+    held = [sum(sizes[name] for name in names) for names in policy.ownership.held]
+    if total < LARGE or max(held) <= UNEVEN * total:
         return
     several = policy.ownership.shared()
-    even = 1.0 if policy.flow.ends_in_cut else max(policy.shares("parameters"))
-    if even < max(shares) - BETTER:
-        remedy = f"Pass PipelinePlugin(partition='parameters'), which reduces the largest share to {even:.0%}"
-    elif several:
+    if sum(sizes[name] for name in several) > total / 2:
         remedy = (
             f"Several stages hold the same parameters ({len(several)}, the first is {next(iter(several))}), because "
             "they are used on several stages. Fewer stages and more data-parallel replicas (dp_size) need hardly more "
@@ -215,12 +213,14 @@ def _warn_of_uneven(policy: Policy) -> None:
     elif policy.flow.cut_points:
         remedy = "The model can be split only at its CutPoints: add some inside its largest part, or use fewer stages"
     else:
-        remedy = "Other cuts between units are hardly better: mark cuts inside the largest unit with "
-        remedy += "pipeshard.CutPoint, or use fewer stages"
+        remedy = (
+            "Pass PipelinePlugin(partition='parameters'), mark cuts inside the largest unit with pipeshard.CutPoint, "
+            "or use fewer stages"
+        )
     logger.warning(
         "stage %d holds %.0f %% of the parameters of %s, so %d stages hardly save memory. %s",
-        shares.index(max(shares)),
-        100 * max(shares),
+        held.index(max(held)),
+        100 * max(held) / total,
         type(policy.model).__name__,
         policy.num_stages,
         remedy,

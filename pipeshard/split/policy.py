@@ -110,17 +110,6 @@ class Policy:
         """The units that this stage runs, in the order of registration."""
         return list(self.held_units.values())
 
-    def shares(self, by: str | None = None) -> list[float]:
-        """The fraction of the model's parameter bytes that each stage holds in this partition or, if `by` names a rule
-        such as "uniform", in the partition by this rule."""
-        sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
-        held, parts = self.ownership.held, len(self.placement)
-        if by is not None:
-            units = [self.units[call.unit] for call in self.flow.calls]
-            counts = balance(weights(by, units, self.costs, parts), parts, forbidden_cuts(self.flow))
-            held = Ownership(self.model, self.flow, Partition.of(self.flow, counts), self.placement, self.units).held
-        return [sum(sizes[name] for name in names) / max(1, sum(sizes.values())) for names in held]
-
     def get_shared_params(self) -> list[dict[int, nn.Parameter]]:
         """For each parameter that several stages hold, a dict that maps these stages to the parameter. The order is the
         same on every rank."""
