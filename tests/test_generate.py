@@ -337,7 +337,7 @@ def test_other_prompts_of_the_same_size_are_refused(pool: Pool, world: int, opti
     """Each rank passed its own prompt, as to replicas: the second rank returned its prompt with the completion of the
     first rank's."""
     for message in pool.run(with_prompts_of_ranks, world, options):
-        assert "rank 0 (" in message and "positional argument 0 of shape (1, 4)" in message and "dp_size" in message
+        assert "rank 0 (" in message and "positional argument 0 is of shape (1, 4)" in message and "dp_size" in message
         assert "attention_mask" not in message
 
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from pipeshard.distributed.agreement import hash_of
-from pipeshard.distributed.collectives import gather, gather_objects, share_tensor, together_in
+from pipeshard.distributed.collectives import gather_objects, share_tensor, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
@@ -127,24 +125,21 @@ def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, An
         return
     given = {f"positional argument {k}": value for k, value in enumerate(args)} | dict(kwargs)
     inputs = {name: _content(value) for name, value in given.items() if not is_cache(value) and tree_tensors(value)}
-    numbers = gather(torch.tensor([hash_of(repr(inputs))]), grid.world)[:, 0].tolist()
-    first = next((k for k in range(0, grid.size, size) if len(set(numbers[k : k + size])) > 1), None)
-    if first is None:
-        return
-    of_ranks = gather_objects(inputs, grid.world)[first : first + size]
-    names = dict.fromkeys(name for one in of_ranks for name in one)
-    differ = [name for name in names if len({one.get(name) for one in of_ranks}) > 1]
-    table = "; ".join(
-        f"{grid.named(first + k)}: {', '.join(f'{name} {one.get(name)}' for name in differ)}"
-        for k, one in enumerate(of_ranks)
-    )
-    raise of_all(
-        BatchError(
-            f"the ranks of one pipeline must generate from the same inputs, but they differ: {table}. Pass the same "
-            "prompts on every rank, as one batch: these ranks run each forward together. Only replicas (dp_size) may "
-            "use different prompts, such as prompts[plugin.grid.replica]"
+    of_ranks = gather_objects(inputs, grid.world)
+    for rank, passed in enumerate(of_ranks):
+        first = rank - rank % size
+        expected = of_ranks[first]
+        if passed == expected:
+            continue
+        name = next(name for name in expected | passed if expected.get(name) != passed.get(name))
+        raise of_all(
+            BatchError(
+                f"the ranks of one pipeline must generate from the same inputs, but {name} is "
+                f"{expected.get(name, 'missing')} on {grid.named(first)}, and {passed.get(name, 'missing')} on "
+                f"{grid.named(rank)}. Pass the same prompts on every rank, as one batch: these ranks run each forward "
+                "together. Only replicas (dp_size) may use different prompts, such as prompts[plugin.grid.replica]"
+            )
         )
-    )
 
 
 def _content(value: Any) -> str:
