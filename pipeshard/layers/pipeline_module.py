@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeshard.config import PipelineHints
 from pipeshard.errors import ConfigurationError, UsageError
@@ -41,11 +40,10 @@ class PipelineModule(nn.Module):
             criterion. Batches are then `(inputs, labels)`, or `(inputs,)` without labels.
         seed_layers: call `seed_fn(base_seed + k)`, by default torch.manual_seed, before layer k is built from a spec.
         partition_method: like `partition` of PipelinePlugin. A plugin's `partition` other than "auto" takes precedence.
-        activation_checkpoint_interval: if k > 0, each group of k layers keeps only the input of its first layer, and
-            runs again in the backward pass. In a pipeline, each layer runs again separately, unless the plugin's
-            arguments select layers.
-        checkpointable_layers: class names; with `activation_checkpoint_interval`, a group runs again only if the class
-            of each layer in the group is listed.
+        activation_checkpoint_interval: if positive, each layer keeps only its input in a pipeline, and runs again in
+            the backward pass, unless the plugin's arguments select layers.
+        checkpointable_layers: class names; with `activation_checkpoint_interval`, only layers of these classes run
+            again.
         dynamic_shape: ignored, since every batch may have a different shape.
 
     Raises ConfigurationError for an entry that is not a layer, a constructor that does not run on meta, parameters that
@@ -72,7 +70,7 @@ class PipelineModule(nn.Module):
             raise ConfigurationError(f"num_stages must be a positive integer, got {num_stages!r}")
         if not isinstance(activation_checkpoint_interval, int) or activation_checkpoint_interval < 0:
             raise ConfigurationError(
-                "activation_checkpoint_interval must be 0, or k > 0 to recompute groups of k layers, got "
+                "activation_checkpoint_interval must be 0, or a positive integer to recompute every layer, got "
                 f"{activation_checkpoint_interval!r}"
             )
         _refuse_unsupported(topology, activation_checkpoint_func, checkpointable_layers)
@@ -108,16 +106,8 @@ class PipelineModule(nn.Module):
         """Return the last layer's output. Labels are ignored: only the loss uses them."""
         if not self._is_cut:
             self.build()
-        interval = self.activation_checkpoint_interval
-        if self._is_cut or not interval or not torch.is_grad_enabled():
-            return _run_layers(self.layers, inputs)
-        layers, allowed = list(self.layers), self.checkpointable_layers
-        for start in range(0, len(layers), interval):
-            part = layers[start : start + interval]
-            if allowed is None or {type(layer).__name__ for layer in part} <= set(allowed):
-                inputs = checkpoint(_run_layers, part, inputs, use_reentrant=False)
-            else:
-                inputs = _run_layers(part, inputs)
+        for layer in self.layers:
+            inputs = layer(inputs)
         return inputs
 
     def build(self) -> Self:
@@ -165,12 +155,6 @@ class PipelineModule(nn.Module):
     def _is_cut(self) -> bool:
         """Whether a trace or a stage intercepts the calls of the layers."""
         return any(isinstance(vars(layer).get("forward"), Interception) for layer in self.layers)
-
-
-def _run_layers(layers: Iterable[nn.Module], x: Any) -> Any:
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 class _Uncut(nn.ModuleList):
