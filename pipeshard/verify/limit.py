@@ -40,36 +40,26 @@ class Limit:
 
     @contextmanager
     def measuring(self, model: nn.Module, steps: int) -> Iterator[None]:
-        """Context manager for the first step of the unsplit model. Times the second layer of the model's largest
-        ModuleList (the first layer also initializes libraries), and raises TooMuch if `steps` steps would take too
+        """Context manager for the first step of the unsplit model. Times the second layer of the ModuleList with the
+        most modules (the first layer also initializes libraries), and raises TooMuch if `steps` steps would take too
         long."""
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-        layers = max(lists, key=_size, default=None)
-        if layers is None or self.until is None:
+        layers = max(lists, key=lambda one: len([*one.modules()]), default=None)
+        if layers is None:
             yield
             return
-        share, start = _size(layers[1]) / (_size(layers) or 1), 0.0
+        start = 0.0
 
         def begins(*_: Any) -> None:
             nonlocal start
             start = time.perf_counter()
 
         def ends(*_: Any) -> None:
-            for handle in handles:
-                handle.remove()
-            step = FORWARDS * (time.perf_counter() - start) / share if share else 0.0
-            try:
-                self.refuse_long(steps * step)
-            except TooMuch:
-                self.step = step
-                raise
+            self.step = FORWARDS * len(layers) * (time.perf_counter() - start)
+            self.refuse_long(steps * self.step)
 
-        handles = [layers[1].register_forward_pre_hook(begins), layers[1].register_forward_hook(ends)]
-        try:
+        with layers[1].register_forward_pre_hook(begins), layers[1].register_forward_hook(ends):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def allow_more(self) -> None:
         """Restart the limit for the next part of the proof. This part may take at least the time of STEPS_MORE
@@ -81,7 +71,3 @@ class Limit:
         """Remove the limit. Called after a difference is found: the proof must then determine whether rounding is the
         cause."""
         self.until = None
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
