@@ -251,28 +251,11 @@ class Objective:
         """Send to all ranks the changes that compute_loss has made on the last stage, and report its logs on all ranks.
         A UsageError of compute_loss, or for a change that cannot be sent, is raised on every rank."""
         kept, self._kept = self._kept, None
-        is_last, logs = dist.get_rank() == pipeline.last_rank, self._logs
-        said: Any = None
-        try:
-            if is_last and kept is not None and self._failure is None:
-                said = kept.told(logs)
-        except UsageError as error:
-            self._failure = error
-        world = pipeline.grid.world
-        if world.size() > 1 and bool(gather(torch.tensor(int(self._failure is not None)), world).any()):
-            reasons = gather_objects(None if self._failure is None else str(self._failure), world)
-            raise self._failure or UsageError(next(filter(None, reasons)))
-        if self._failure is not None:
-            raise self._failure
-        if pipeline.group.size() > 1:
-            random = self._random if is_last and not is_equal(self._random, random_state()) else None
-            said, random = share_value((said, random), pipeline.last_rank, pipeline.group)
-            if not is_last and said is not None:
-                logs = KeptState.adopt(self.trainer, said, pipeline.device)
-            if random is not None:
-                set_random_state(random)
-        else:
-            set_random_state(self._random)
+        assert kept is not None  # each batch of the window has recorded the state
+        random = None if is_equal(self._random, random_state()) else self._random
+        logs, random = of_last_stage(self.trainer, pipeline, kept, (self._logs, random), self._failure)
+        if random is not None:
+            set_random_state(random)
         self.trainer.report_logs(logs)
 
     def _loss(self, outputs: Any, inputs: Mapping[str, Any], is_trial: bool = False) -> Tensor:
@@ -295,12 +278,30 @@ class Objective:
         return loss
 
 
+def of_last_stage(
+    trainer: ComputesLoss, pipeline: Pipeline, kept: KeptState, value: Any, failure: Exception | None, text: str = "{}"
+) -> Any:
+    """Make the last stage's changes since `kept` on all ranks, and return the last stage's `value`. Raises UsageError
+    with this `text`, on every rank, if a last stage has a `failure` or cannot send its changes or value."""
+    is_last, told = dist.get_rank() == pipeline.last_rank, None
+    try:
+        if is_last and failure is None:
+            told = kept.told(value)
+    except UsageError as error:
+        failure = error
+    reasons = gather_objects(str(failure) if is_last and failure is not None else None, pipeline.grid.world)
+    if (reason := next(filter(None, reasons), None)) is not None:
+        raise UsageError(text.format(reason)) from failure
+    if pipeline.group.size() > 1:
+        told = share_value(told, pipeline.last_rank, pipeline.group)
+    return value if is_last else KeptState.adopt(trainer, cast(Any, told), pipeline.device)
+
+
 def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[[], Any]) -> Any:
     """Call compute_loss on every rank, and return its result. If a rank lacks parameters that compute_loss reads, all
     ranks use the last stage's result, state changes and logs. Raises UsageError, on every rank, if the last stage also
     fails."""
-    world, failure, result, logs = pipeline.grid.world, None, None, list[Any]()
-    is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
+    failure, result, logs, kept = None, None, list[Any](), KeptState(trainer)
     try:
         with trainer.keeping_logs(logs), as_if_held() as errors:
             result = compute_loss()
@@ -310,24 +311,12 @@ def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: 
         if not errors or isinstance(error, PipeshardError):  # otherwise, the cause may be a missing parameter's NaN
             raise
     failure = errors[0] if errors else failure
-    if not bool(gather(torch.tensor(int(failure is not None)), world).any()):
-        trainer.report_logs(logs)
-        return result
-    said: Any = None
-    if is_last and failure is None:
-        try:
-            said = kept.told((logs, result))
-        except UsageError as error:
-            failure = error
-    reason = next(filter(None, gather_objects(str(failure) if is_last and failure else None, world)), None)
-    if reason is not None:
-        raise UsageError(
-            f"compute_loss failed in evaluation: {reason}. If compute_loss reads parameters of several stages, read "
-            "them only during training (if model.training)"
-        ) from failure
-    said = share_value(said, pipeline.last_rank, pipeline.group)
-    if not is_last:
-        logs, result = KeptState.adopt(trainer, said, pipeline.device)
+    if bool(gather(torch.tensor(int(failure is not None)), pipeline.grid.world).any()):
+        text = (
+            "compute_loss failed in evaluation: {}. If compute_loss reads parameters of several stages, read them only "
+            "during training (if model.training)"
+        )
+        logs, result = of_last_stage(trainer, pipeline, kept, (logs, result), failure, text)
     trainer.report_logs(logs)
     return result
 
