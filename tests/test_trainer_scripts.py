@@ -6,18 +6,22 @@ import random
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from pipeshard.distributed.collectives import decode, encode
-from pipeshard.trainer.stand_ins import _with_classes, _without_classes
+from pipeshard.errors import UsageError
+from pipeshard.trainer.serialization import ValueReader, ValueWriter
+from pipeshard.trainer.stand_ins import _shared
 from tests.pool import Pool
 from tests.trainers import TASKS, Task, differences, launched, run, texts, trainer
 
@@ -79,11 +83,27 @@ def test_the_containers_of_an_output_are_as_they_were_when_they_are_received() -
     """A named tuple, as which the error about opaque outputs tells a user to return them, could not be sent."""
     tower = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(2))
     sent = Pair(1.0, {"tower": tower, "parts": [(2, "two"), Pair(None, torch.Size([3]))]})
-    received: Any = _with_classes(decode(encode(_without_classes(sent))))
-    assert received._fields == sent._fields and next(iter(received)) == received.loss == 1.0
-    assert type(received.scores) is dict and type(received.scores["tower"]) is transformers.utils.ModelOutput
+    writer = ValueWriter({}, {})
+    writer.dump(sent)
+    received = ValueReader(decode(encode(writer.written)), {}, torch.device("cpu")).load()
+    assert type(received) is Pair and next(iter(received)) == received.loss == 1.0
+    assert type(received.scores) is dict and type(received.scores["tower"]) is type(tower)
     assert torch.equal(received.scores["tower"].last_hidden_state, torch.ones(2))
     assert received.scores["parts"][0] == (2, "two") and received.scores["parts"][1].scores == torch.Size([3])
+
+
+def local_outputs() -> tuple[str, Any]:
+    pipeline: Any = SimpleNamespace(last_rank=1, group=dist.group.WORLD, device=torch.device("cpu"))
+    local, shared = namedtuple("local", ["loss"]), Pair(torch.ones(2), None)
+    with pytest.raises(UsageError) as caught:
+        _shared(local(1.0) if dist.get_rank() == 1 else None, pipeline)
+    return str(caught.value), _shared(shared if dist.get_rank() == 1 else None, pipeline)
+
+
+def test_outputs_of_a_class_that_has_no_name_are_refused_on_every_rank(pool: Pool) -> None:
+    for message, shared in pool.run(local_outputs, 2):
+        assert "the model's output cannot be sent (PicklingError: " in message and "local" in message
+        assert type(shared) is Pair and torch.equal(shared.loss, torch.ones(2))
 
 
 class Judging(Trainer):

@@ -110,9 +110,9 @@ def sending(where: str) -> AbstractContextManager[None]:
     pickled."""
     return explained(
         lambda error: UsageError(
-            f"the last stage runs compute_loss and sends changed state and results to the other ranks, but {where} "
-            f"cannot be sent ({reason(error)}): use tensors, arrays, numbers, strings, collections of these, or "
-            "objects of a class that every rank can import"
+            "the last stage sends the model's outputs, and the results and changed state of compute_loss, to the other "
+            f"ranks, but {where} cannot be sent ({reason(error)}): use tensors, arrays, numbers, strings, collections "
+            "of these, or objects of a class that every rank can import"
         )
     )
 

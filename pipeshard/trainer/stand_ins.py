@@ -6,13 +6,13 @@ The PipelineAccelerator therefore distributes data among replicas instead of pro
 wraps no model, scales no loss, and clips by the norm of the full model.
 """
 
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 from pipeshard.batch.criterion import Criterion
 from pipeshard.distributed.collectives import gather, gather_lists, share_value
 from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import BACKWARD
@@ -30,9 +31,10 @@ from pipeshard.errors import UsageError, listed
 from pipeshard.graph.units import unrecomputed
 from pipeshard.hf import LAYER_CACHES
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.private import is_namedtuple_instance, tree_map_only
+from pipeshard.private import tree_map_only
 from pipeshard.replaced import replaced
 from pipeshard.trainer.refusals import refuse_prepared
+from pipeshard.trainer.serialization import ValueReader, ValueWriter, Written, sending
 
 REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
 
@@ -240,39 +242,21 @@ def _drop(outputs: Any, inputs: Any) -> None:
     """A `return_outputs` function that requires all outputs, but keeps none."""
 
 
-CLASS = ""  # in the dict that is sent for a named tuple, the key of the class's name
-
-
-def _without_classes(value: Any) -> Any:
-    """Replace each ModelOutput and each named tuple in a model's output with an OrderedDict, since the class of an
-    object is not sent."""
-    if isinstance(value, tuple) and is_namedtuple_instance(value):
-        fields: Any = getattr(value, "_fields", ())
-        value = OrderedDict([(CLASS, type(value).__name__), *zip(fields, value)])
-    if isinstance(value, dict):
-        kind = OrderedDict if isinstance(value, OrderedDict) else dict
-        return kind((name, _without_classes(part)) for name, part in value.items())
-    return type(value)(map(_without_classes, value)) if type(value) in (list, tuple) else value
-
-
-def _with_classes(value: Any) -> Any:
-    """Inverse of `_without_classes`, but every OrderedDict with string keys becomes a ModelOutput, and named tuples
-    become instances of new classes."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_with_classes, value))
-    if not isinstance(value, dict):
-        return value
-    parts = {name: _with_classes(part) for name, part in value.items()}
-    if CLASS in parts:
-        return _named_tuple(parts.pop(CLASS), tuple(parts))(**parts)
-    is_output = isinstance(value, OrderedDict) and all(isinstance(name, str) for name in parts)
-    return ModelOutput(**parts) if is_output else parts
-
-
-@cache
-def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
-    """The class of a named tuple. It is the same in each batch, so that the pytrees of two batches are alike."""
-    return namedtuple(name, fields)
+def _shared(outputs: Any, pipeline: Pipeline) -> Any:
+    """The last stage's outputs, on every rank. Raises UsageError, on every rank, for outputs that cannot be sent."""
+    writer = ValueWriter({}, {})
+    said: Written | str
+    try:
+        with sending("the model's output"):
+            writer.dump(outputs)
+        said = writer.written
+    except UsageError as error:
+        said = str(error)
+    said = share_value(said, pipeline.last_rank, pipeline.group)
+    if isinstance(said, str):
+        raise UsageError(said)
+    is_last = dist.get_rank() == pipeline.last_rank
+    return outputs if is_last else ValueReader(said, {}, pipeline.device).load()
 
 
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
@@ -342,11 +326,9 @@ class Stages(StandIn):
         if isinstance(shown, dict):
             dropped = getattr(getattr(self.module, "config", None), "keys_to_ignore_at_inference", LAYER_CACHES)
             shown = {name: value for name, value in shown.items() if name not in dropped}
-        is_sent = pipeline.group.size() > 1
-        if is_sent:
-            shown = share_value(_without_classes(shown), pipeline.last_rank, pipeline.group)
+        if pipeline.group.size() > 1:
+            shown = _shared(shown, pipeline)
         shown = tree_map_only(Tensor, self._placed, shown)
-        shown = _with_classes(shown) if is_sent else shown
         return ModelOutput(**shown) if isinstance(shown, dict) else shown
 
     def _placed(self, tensor: Tensor) -> Tensor:
