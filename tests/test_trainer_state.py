@@ -155,19 +155,19 @@ def weighted(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Noting(Trainer):
-    """Its metrics read what its loss does not: a column, the mask, a hidden state. It counts in a large array."""
+    """Its metrics read what its loss does not: a column, the mask, a hidden state. It counts in a large tensor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shown: list[Tensor] = []
-        self.counts = np.zeros(200_000)
+        self.counts = torch.zeros(300_000)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         weights = inputs.pop("weights")
         outputs = model(**inputs, output_hidden_states=True)
         self.counts[-1] += 1
         self.shown += [
-            torch.tensor(self.counts[-1]),
+            self.counts[-1].clone(),
             weights.mean(),
             outputs.hidden_states[1].detach().norm(),
             inputs["attention_mask"].float().mean(),
@@ -445,48 +445,17 @@ def test_a_memory_tracker_s_peak_is_the_rank_s_own() -> None:
     assert (tracker.cpu_mem_used_peak, trainer.other.count) == (2, 0)
 
 
-def test_a_large_array_that_a_trial_writes_to_is_restored() -> None:
-    """A loss that counted in an array of more than 1 MiB after the model call was refused, with the advice to do so
-    after the model call."""
-    trainer = SimpleNamespace(counts=np.full(200_000, np.nan), callback_handler=SimpleNamespace(callbacks=[]))
-    kept, early = KeptState(trainer, copies=True), KeptState(trainer)
-    trainer.counts[3] = 1.0
-    with pytest.raises(UsageError, match=r"self\.counts \(1\.5 MiB\) in place before it calls the model"):
-        early.restore()
+def test_a_large_array_that_compute_loss_writes_to_is_refused() -> None:
+    counts = np.full(200_000, np.nan)
+    trainer = SimpleNamespace(counts=counts, part=counts[:2], callback_handler=SimpleNamespace(callbacks=[]))
+    kept = KeptState(trainer, copies=True)
+    trainer.counts[0] = 1.0  # is restored with the part
     kept.restore()
     assert np.isnan(trainer.counts).all() and not any(kept.changes())
-
-
-def test_an_array_is_copied_once_and_a_mapped_file_never(tmp_path: Path) -> None:
-    """A trial copied every view of an array, and read files that are mapped to memory with "c" or "r+" into memory."""
-    np.save(tmp_path / "features.npy", np.zeros(400_000))
-    mapped, bank = np.load(tmp_path / "features.npy", mmap_mode="c"), np.zeros(400_000)
-    arrays = {"late": bank[200_000:], "bank": bank, "early": bank[:200_000]}
-    files = {"file": mapped, "part": np.asarray(mapped)[1:][1:]}
-    trainer = SimpleNamespace(**arrays, **files, callback_handler=SimpleNamespace(callbacks=[]))
-    kept = KeptState(trainer, copies=True)
-    assert sum(copy.nbytes for copy in kept.copied.values()) == bank.nbytes
-    bank[:] = 1.0
-    kept.restore()
-    assert not bank.any() and not any(kept.changes())
-    mapped[5] = bank[5] = 1.0
-    with pytest.raises(
-        UsageError, match=r"self\.file \(3\.1 MiB\) in place, .* cannot undo .*: use an array in memory"
-    ):
-        kept.restore()
-    assert not bank.any()
-
-
-def test_an_array_with_a_read_only_view_is_restored() -> None:
-    """The view had no copy, so a loss that wrote to its array after the model call was advised to do just that."""
-    bank = np.zeros(200_000)
-    view = bank[:150_000]
-    view.flags.writeable = False
-    for arrays in ({"view": view, "bank": bank}, {"bank": bank, "view": view}):
-        kept = KeptState(SimpleNamespace(**arrays, callback_handler=SimpleNamespace(callbacks=[])), copies=True)
-        bank[3] = 1.0
-        kept.restore()
-        assert not bank.any() and not any(kept.changes())
+    trainer.counts[3] = 1.0
+    for refuse in (kept.restore, lambda: kept.told(None)):
+        with pytest.raises(UsageError, match=r"self\.counts \(1\.5 MiB\) in place, but .*: use a torch tensor"):
+            refuse()
 
 
 def sample(monitor: Monitor) -> None:

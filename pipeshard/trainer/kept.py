@@ -6,7 +6,6 @@ Changes are sent in the form of trainer/serialization.py.
 """
 
 import io
-import mmap
 import threading
 import zlib
 from collections import deque
@@ -60,9 +59,8 @@ class KeptState(Snapshot):
     """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
     objects.
 
-    With `copies`, tensors and arrays of any size can be restored, except sparse tensors, mapped files, and arrays that
-    can be written to only through a base outside the snapshot. Otherwise, only tensors of at most SMALL_BYTES bytes and
-    arrays of at most LARGEST_ARRAY bytes can be restored.
+    With `copies`, tensors of any size can be restored, except sparse tensors. Otherwise, only tensors of at most
+    SMALL_BYTES bytes can be restored. Arrays of more than LARGEST_ARRAY bytes are compared, but cannot be restored.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
@@ -79,7 +77,6 @@ class KeptState(Snapshot):
             _mark(tensor, copies) if copies or not hasattr(holder, "__len__") or len(holder) <= MANY else None
             for _, holder, _, tensor, _ in self.tensors
         ]
-        self.copied = _copied(array for _, array, _ in self.arrays) if copies else {}  # large arrays: id -> copy
 
     def changes(self) -> Iterator[Change]:
         """Yield the differences from the snapshot. Raises UsageError if the position of an open file has changed."""
@@ -106,26 +103,32 @@ class KeptState(Snapshot):
         marks = {id(tensor): mark for (*_, tensor, _), mark in zip(self.tensors, self.marks, strict=True)}
         sums, lost = {id(array): code for _, array, code in self.arrays}, list[Change]()
         for change in list(self.changes()):
-            copy = self.copied.get(id(change.now), marks.get(id(change.now)))
+            mark = marks.get(id(change.now))
             if change.before is not change.now:
                 undo(change)
-            elif isinstance(copy, Tensor | np.ndarray):
-                _write(change.now, copy)
+            elif isinstance(mark, Tensor):
+                _write(change.now, mark)
             else:
                 lost.append(change)
         for path, _, _, value, _ in lost:
-            # a view without a copy has been restored with its base
+            # an array may have been restored with a small view of it
             if isinstance(value, Tensor) or _code(value) != sums[id(value)]:
-                raise self._not_restored(path, value)
+                raise self._refused(path, value)
 
-    def _not_restored(self, path: Path, value: Any) -> UsageError:
+    def _refused(self, path: Path, value: Any) -> UsageError:
+        """The error for a tensor or a large array that was written to, and cannot be restored."""
         is_sparse = isinstance(value, Tensor) and value.layout is not torch.strided  # has no nbytes
         size = "" if is_sparse else f" ({value.nbytes / 2**20:.1f} MiB)"
         what = f"compute_loss modifies {place_name(path)}{size} in place"
+        if isinstance(value, np.ndarray):
+            return UsageError(
+                f"{what}, but a trace cannot undo a change to an array of more than 1 MiB: use a torch tensor, which "
+                "may have any size, or make the change in a callback"
+            )
         if self.copies:
             return UsageError(
-                f"{what}, but a trace cannot undo a change to a mapped file, to the base of a read-only array or to a "
-                "sparse tensor: use an array in memory or a dense tensor, or make the change in a callback"
+                f"{what}, but a trace cannot undo a change to a sparse tensor: use a dense tensor, or make the change "
+                "in a callback"
             )
         return UsageError(
             f"{what} before it calls the model, and every rank would have to undo this change: make the change after "
@@ -158,11 +161,12 @@ class KeptState(Snapshot):
         """The changes, and a value that compute_loss has returned or logged, for `adopt`. Raises UsageError for what
         cannot be sent."""
         tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
-        arrays = {id(array): path for path, array, _ in self.arrays}
-        writer = ValueWriter({**self.paths, **self._apart, **tensors, **arrays}, self.roots)
+        writer = ValueWriter({**self.paths, **self._apart, **tensors}, self.roots)
         changes = list(self.changes())
         writer.dump(len(changes))
         for change in changes:
+            if change.before is change.now and isinstance(change.now, np.ndarray):
+                raise self._refused(change.path, change.now)
             with sending(place_name(change.path)):
                 writer.dump(_said(change, writer))
         with sending("the result or log of compute_loss"):
@@ -192,7 +196,7 @@ def _said(change: Change, writer: ValueWriter) -> tuple[str, Any, Any, Any]:
     how, key = change.path[-1]
     said = how, change.holder, key, change.now
     if change.before is change.now:
-        said = "write", change.now, None, change.now.detach() if isinstance(change.now, Tensor) else change.now.view()
+        said = "write", change.now, None, change.now.detach()
     elif added := _added(change):
         said = "added", change.holder, len(change.before), added
     elif change.is_of_list:
@@ -267,27 +271,10 @@ def _is_marked(tensor: Tensor, mark: Any) -> bool:
     return mark.is_floating_point() and torch.equal(tensor.nan_to_num(), mark.nan_to_num())
 
 
-def _write(target: Any, value: Any) -> None:
-    """Overwrite the values of a tensor or an array in place."""
-    if isinstance(target, np.ndarray):
-        target[...] = value
-        return
+def _write(target: Tensor, value: Tensor) -> None:
+    """Overwrite the values of a tensor in place."""
     with torch.no_grad():
         target.data.copy_(value)
-
-
-def _copied(arrays: Iterable[np.ndarray[Any, Any]]) -> dict[int, np.ndarray[Any, Any]]:
-    """Copies of the arrays that can be written to, by id. A view is restored with its base, if that is also copied."""
-    writable = {id(array): array for array in arrays if array.flags.writeable and not _is_mapped(array)}
-    return {number: array.copy() for number, array in writable.items() if id(array.base) not in writable}
-
-
-def _is_mapped(array: np.ndarray[Any, Any]) -> bool:
-    """Whether the array is a part of a mapped file, which may exceed the memory."""
-    base: Any = array
-    while isinstance(base, np.ndarray | memoryview):
-        base = base.base if isinstance(base, np.ndarray) else base.obj
-    return isinstance(base, mmap.mmap)
 
 
 def _code(array: np.ndarray[Any, Any]) -> int:
