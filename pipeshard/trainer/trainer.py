@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers import Trainer, TrainerControl
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
@@ -242,7 +242,6 @@ class Loop(Evaluation):
                 f"{self.current_gradient_accumulation_steps} batches of a gradient accumulation window would not be "
                 "used for training: set control.should_epoch_stop in on_step_end instead"
             )
-        self._left = None  # the optimizer has stepped since; training_step may skip the window's first batch
         self._refuse_unsavable()
         return super().get_batch_samples(*args, **kwargs)
 
@@ -267,16 +266,8 @@ class Loop(Evaluation):
         try:
             return self._kept_or_stepped(inputs, num_items_in_batch)
         finally:
-            is_watched = self.current_gradient_accumulation_steps > 1 and self._may_write
-            gradients = self._own_stages().boosted.pipeline.gradients
-            self._left = Written(gradients.trainables()) if is_watched else None
-
-    @property
-    def _may_write(self) -> bool:
-        """Whether the user's code may run between the batches of a window."""
-        steps = [kind for kind in type(self).__mro__ if "training_step" in vars(kind)]
-        ends = [type(callback).on_substep_end for callback in self.callback_handler.callbacks]
-        return steps[0] is not Loop or any(end is not TrainerCallback.on_substep_end for end in ends)
+            if self.current_gradient_accumulation_steps > 1:
+                self._left = Written(self._own_stages().boosted.pipeline.gradients.trainables())
 
     def refuse_written(self, when: str) -> None:
         """Raise UsageError if a trained parameter or gradient was written to since the latest batch of a window.
@@ -414,6 +405,8 @@ class Front:
     """Mixin that takes the `pipeline` argument, then constructs the Trainer that follows it in the MRO."""
 
     _begins: bool
+    _held: tuple[dict[str, Any], ...]
+    _left: Written | None
 
     def __init__(self, *args: Any, pipeline: PipelinePlugin, **kwargs: Any) -> None:
         if not isinstance(pipeline, PipelinePlugin):
@@ -470,7 +463,9 @@ class Front:
         loss = step(*args, **kwargs)
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
         if self._held and self.accelerator.sync_gradients:  # type: ignore[attr-defined]
-            return loss + self.step_held()  # type: ignore[attr-defined]  # the user's class has skipped the last batch
+            loss = loss + self.step_held()  # type: ignore[attr-defined]  # the user's class has skipped the last batch
+        if not self._held:
+            self._left = None  # the optimizer will change the parameters; frees the gradients
         return loss
 
 
