@@ -45,20 +45,17 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
     """Check an output path before the work starts, and return it. Raises BadParameter if the file cannot be written, or
     if its suffix is not in PICTURES (only for --draw)."""
-    folder = os.path.dirname(path or "") or "."
-    if path in (None, "-"):
+    if path is None or path == "-":
         return path
-    if parameter.name == "draw" and not str(path).lower().endswith(PICTURES):
+    if parameter.name == "draw" and not path.lower().endswith(PICTURES):
         raise click.BadParameter(f"{path} is not an image file: use one of the suffixes {', '.join(PICTURES)}")
-    if os.path.isdir(str(path)) or not os.path.isdir(folder):
-        why = (
-            "cannot be written: the folder {} does not exist"
-            if not os.path.isdir(folder)
-            else "is a folder, not a file"
-        )
-        raise click.BadParameter(f"{path} {why.format(folder)}")
-    if not os.access(path if os.path.exists(str(path)) else folder, os.W_OK):
-        raise click.BadParameter(f"{path} cannot be written: permission denied")
+    is_new = not os.path.lexists(path)
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+    if is_new:
+        os.remove(path)
     return path
 
 

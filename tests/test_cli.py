@@ -370,10 +370,10 @@ def test_what_cannot_be_planned_is_one_line(arguments: list[str], message: str) 
 @pytest.mark.parametrize(
     ("option", "path", "message"),
     [
-        ("--draw", "nowhere/x.png", "nowhere/x.png cannot be written: the folder nowhere does not exist"),
+        ("--draw", "nowhere/x.png", "nowhere/x.png cannot be written: No such file or directory"),
         ("--draw", "x.bmp", "x.bmp is not an image file: use one of the suffixes .png, .svg"),
-        ("--json", "nowhere/x.json", "nowhere/x.json cannot be written: the folder nowhere does not exist"),
-        ("--json", ".", ". is a folder"),
+        ("--json", "nowhere/x.json", "nowhere/x.json cannot be written: No such file or directory"),
+        ("--json", ".", ". cannot be written: Is a directory"),
     ],
 )
 def test_where_nothing_can_be_written_is_said_before_the_work(option: str, path: str, message: str) -> None:
@@ -381,6 +381,14 @@ def test_where_nothing_can_be_written_is_said_before_the_work(option: str, path:
     for command in (["plan", "lama"], ["trace-run", "lama"]):  # a model that is not looked at either
         result = CliRunner().invoke(main, [*command, *SIZES, option, path])
         assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+
+
+def test_the_check_whether_a_file_can_be_written_leaves_no_file(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("kept")
+    for path in (kept, new):
+        assert CliRunner().invoke(main, ["plan", "lama", *SIZES, "--json", str(path)]).exit_code == 1
+    assert kept.read_text() == "kept" and not new.exists()
 
 
 def test_a_demo_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
