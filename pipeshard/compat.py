@@ -1,6 +1,5 @@
 """Compat: ColossalAI's stage manager, plugin arguments and plugin attributes, each supported, ignored or refused."""
 
-import difflib
 import itertools
 import logging
 import sys
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pipeshard.distributed.mesh import ProcessGroupMesh
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError, hint
 from pipeshard.private import restore_meta_kernels
 from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
@@ -271,9 +270,7 @@ def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collectio
     idle = []
     for name, value in foreign.items():
         if name not in (*SPEED, *INSTEAD, "pp_style"):
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean {close[0]}?" if close else f". Its arguments are {', '.join(known)}"
-            raise ConfigurationError(f"PipelinePlugin has no argument {name}{hint}")
+            raise ConfigurationError(f"PipelinePlugin has no argument {name}: {hint(name, known)}")
         default, instead = INSTEAD.get(name, (SPEED.get(name), None))
         if name == "pp_style" or value is None or value == default:
             continue

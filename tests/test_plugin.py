@@ -61,7 +61,10 @@ def test_more_stages_than_processes(pool: Pool) -> None:
         ({"p2p": P2P}, "p2p must be one of .* with send and receive, got"),
         ({"policy": nn.Linear}, "policy must be a subclass of pipeshard.Policy"),
         ({"loss_reduction": "mean"}, "loss_reduction must be 'token', 'batch' or 'microbatch', got 'mean'"),
-        ({"gradient_clipping": 1.0}, "has no argument gradient_clipping. Its arguments are pp_size, num_microbatches"),
+        (
+            {"gradient_clipping": 1.0},
+            "has no argument gradient_clipping: the known names are pp_size, num_microbatches",
+        ),
         ({"micro_batch_size": 1}, "has no argument micro_batch_size: did you mean microbatch_size"),
         ({"sp_size": 2}, "sp_size=2 is a ColossalAI argument that is not supported: sequences are not sharded"),
         (

@@ -161,15 +161,11 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
 
 
 @together_in("trainer.train")
-def refuse_several_folders(folder: Path, grid: Grid) -> None:
-    """Raise UsageError, on every rank, if the ranks would save checkpoints to different folders."""
-    refuse_differing_folders("output_dir", folder, grid.world)
-
-
-@together_in("trainer.train")
 def lock_folder(folder: Path, owner: Any, grid: Grid) -> None:
-    """Lock the folder of the checkpoints until `owner` is freed. Raises CheckpointError, on every rank, if another job
-    saves to this folder. On NFS, waits for `LEASE` seconds first: the job may restart after a machine was lost."""
+    """Lock the folder of the checkpoints until `owner` is freed. Raises UsageError, on every rank, if the ranks would
+    save to different folders, and CheckpointError if another job saves to this folder. On NFS, waits for `LEASE`
+    seconds first: the job may restart after a machine was lost."""
+    refuse_differing_folders("output_dir", folder, grid.world)
     with together(grid.world):
         if grid.first:
             lock(folder, owner, patience=LEASE)

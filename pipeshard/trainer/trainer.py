@@ -48,7 +48,6 @@ from pipeshard.trainer.checkpoint import (
     load_state,
     lock_folder,
     one_folder,
-    refuse_several_folders,
     save_state,
     save_weights,
 )
@@ -359,7 +358,6 @@ class Loop(Evaluation):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self._saves:
             refuse_unwrapped_adapters(self.model)
-            refuse_several_folders(Path(self.args.output_dir), self.pipeline.grid)
             lock_folder(Path(self.args.output_dir), self, self.pipeline.grid)
         chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)
         self._held, self._left, self._begun_at = (), None, None  # left by an earlier call that ended within a window
