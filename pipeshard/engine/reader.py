@@ -129,17 +129,10 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
     replicas = [reports[first : first + size] for first in range(0, len(reports), size)]
     same_batch = all(len({(report.digest, report.rows) for report in replica}) == 1 for replica in replicas)
     if not same_batch or len({report.mode for report in reports}) > 1:
-        said = gather_objects((mode, [path for batch in read for path in batch.paths]), grid.world)
+        modes = gather_objects(mode, grid.world)
         table = "; ".join(
-            f"{grid.named(r)}: batch size {report.rows} (digest {report.digest:014x}), {said[r][0]}"
+            f"{grid.named(r)}: batch size {report.rows} (digest {report.digest:014x}), {modes[r]}"
             for r, report in enumerate(reports)
-        )
-        paths = [{path for _, own in said[first : first + size] for path in own} for first in range(0, len(said), size)]
-        missing = sorted({path for r, (_, own) in enumerate(said) for path in paths[r // size].difference(own)})
-        lone = (
-            f"Some of these ranks lack {listed(missing)}. An entry that only one rank has, such as the outputs of "
-            "another model, which only the last stage's rank receives, must be broadcast to the other ranks "
-            "(docs/training.md has an example). "
         )
         if same_batch:
             raise BatchError(
@@ -149,12 +142,13 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             )
         raise BatchError(
             f"the stages of one pipeline must read the same batch, but these ranks differ: {table}. "
-            f"{lone if missing else ''}"
             "Give all stages the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
             "batch_size, shuffle, seed) or, in a Trainer, self.accelerator.prepare(DataLoader(...)). Your own "
             "DataLoader must not shard the data across stages (as DistributedSampler does by default, or accelerate's "
             "own Accelerator). If it shuffles, or if its dataset or collator uses random numbers, use the same seed on "
-            "all ranks, for example with transformers.set_seed(0). A `datasets` stream needs shuffle(..., seed=0)"
+            "all ranks, for example with transformers.set_seed(0). A `datasets` stream needs shuffle(..., seed=0). An "
+            "entry that only one rank has, such as the outputs of another model, which only the last stage's rank "
+            "receives, must be broadcast to the other ranks (docs/training.md has an example)"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)
