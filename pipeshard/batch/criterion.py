@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import traceback
-import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import FunctionType
@@ -164,34 +163,6 @@ class _Made:
 
     def __hash__(self) -> int:
         return hash(self.code)
-
-
-def is_made_again(key: Hashable, before: Hashable) -> bool:
-    """Whether these are the keys of two functions with the same code, or of two objects of one class."""
-    if isinstance(key, _Made) and isinstance(before, _Made):
-        return key.code == before.code
-    return type(_thing(key)) is type(_thing(before)) is not _Made
-
-
-def first_difference(key: Hashable, before: Hashable) -> str:
-    """The captured variable or keyword argument in which two keys of functions with the same code differ, or ""."""
-    if not isinstance(key, _Made) or not isinstance(before, _Made):
-        return ""
-    one, other = key.captured, before.captured  # a partial may lack an argument of the other
-    return next((name for name in one | other if isinstance(name, str) and one.get(name) != other.get(name)), "")
-
-
-def reference_to(key: Hashable) -> Callable[[], Any]:
-    """A weak reference to the criterion of a key, or to the object of a bound method."""
-    criterion = key.function if isinstance(key, _Made) else _thing(key)
-    try:
-        return weakref.ref(getattr(criterion, "__self__", criterion))
-    except TypeError:  # a class with __slots__
-        return lambda: None
-
-
-def _thing(key: Hashable) -> Any:
-    return key.thing if isinstance(key, _Same) else key
 
 
 def _cell_content(cell: Any) -> Hashable:

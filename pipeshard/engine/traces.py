@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, first_difference, is_made_again, key_of, reference_to
+from pipeshard.batch.criterion import Criterion, key_of
 from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid
@@ -34,7 +34,7 @@ from pipeshard.graph.lone import Lone
 from pipeshard.graph.places import HOOKS, format_path
 from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import is_trainable
-from pipeshard.graph.snapshot import MOST_STATES, Flags, Looks
+from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
 from pipeshard.slices.cut import sequence_of
 from pipeshard.split.policy import Policy
@@ -42,6 +42,7 @@ from pipeshard.split.route import Recompute
 
 logger = logging.getLogger("pipeshard")
 
+MOST_CRITERIA = 32  # at most this many are cached, since a loop may create one in each step
 MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
 MOST_DOUBTS = 64  # at most this many microbatches with a NaN loss confirm a Dataflow whose glue uses random numbers
 NUMBERS = 4096  # at most this many numbers of ways (one for each size of a batch) are cached for a Dataflow
@@ -57,9 +58,10 @@ HOOKED = (
     "function is the same hook only if the values in its closure are the same objects"
 )
 NEW = (
-    "each step uses a new criterion%s, so pipeshard traces the model and verifies the loss in each step, which may "
-    "take longer than the step itself. Create the criterion once: store a number that changes as a float attribute of "
-    "an object with a method __call__, and pass tensors in the batch, under keys with the prefix 'criterion.'"
+    "each step uses a new criterion, or more than %s criteria are used in turn, so pipeshard traces the model and "
+    "verifies the loss in each step, which may take longer than the step itself. Create one criterion for all steps: "
+    "store a number that changes as a float attribute of an object with a method __call__, and pass tensors in the "
+    "batch, under keys with the prefix 'criterion.'"
 )
 
 UNTRACED = (
@@ -104,8 +106,7 @@ class Traces:
         self.losses = LossShares(policy, self._find, self._is_unchanged, replicas if weight is None else None, weight)
         self.flags = Flags(policy.model)
         self.flags_of: dict[Hashable, Flags] = {}  # the Flags of criteria, by key
-        self._looks = Looks()  # of criteria: a criterion that was created again, and differs, is new
-        self._dropped: list[Callable[[], Any]] = []  # weak references to the criteria that were dropped last
+        self._num_looks = 0  # at criteria, since `flags_of` was empty
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         # The number of microbatches that have confirmed a Dataflow, with training (True) and without.
@@ -146,27 +147,19 @@ class Traces:
         return all(flags.is_unchanged for flags in self._looked)
 
     def _flags_of(self, criterion: Criterion) -> Flags:
-        """The Flags of a criterion. If too many criteria are cached, discard everything that is cached for them. The
-        limit is MOST_STATES if the loop creates a new criterion in each step, which never recurs, otherwise MOST_FLOWS.
-        If most of the discarded criteria still exist, the loop has created them once, and alternates between them."""
-        key, looks = key_of(criterion), self._looks
-        looks.number += 1
-        if key in self.flags_of:
-            return self.flags_of[key]
-        before = next((other for other in reversed(self.flags_of) if is_made_again(key, other)), None)
-        if before is not None:
-            looks.found()
-        kept = sum(dropped() is not None for dropped in self._dropped)
-        is_restless = looks.is_restless and 2 * kept <= len(self._dropped)
-        if is_restless and self._dropped:
-            name = first_difference(key, before)
-            self._warn(NEW, f" (with another value of {name})" if name else "")
-        if len(self.flags_of) >= (MOST_STATES if is_restless else MOST_FLOWS):
-            self._dropped = [*map(reference_to, self.flags_of)]
-            self.flags_of.clear()
-            self.losses.rules.clear()
-            self._forget_flows()
-        self.flags_of[key] = Flags(self.model, criterion)
+        """The Flags of a criterion. If MOST_CRITERIA other criteria are cached, discard everything that is cached for
+        them, and warn if at least half of the looks since then were at a new criterion."""
+        key = key_of(criterion)
+        self._num_looks += 1
+        if key not in self.flags_of:
+            if len(self.flags_of) >= MOST_CRITERIA:
+                if self._num_looks <= 2 * MOST_CRITERIA:
+                    self._warn(NEW, str(MOST_CRITERIA))
+                self._num_looks = 0
+                self.flags_of.clear()
+                self.losses.rules.clear()
+                self._forget_flows()
+            self.flags_of[key] = Flags(self.model, criterion)
         return self.flags_of[key]
 
     def _warn(self, text: str, *values: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, normalize
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import first_difference, is_made_again, key_of
+from pipeshard.batch.criterion import key_of
 from pipeshard.batch.read import read_batch
 from pipeshard.engine import loss as engine_loss
 from pipeshard.engine.loss import LossRule, LossRules, ProvenRule
@@ -410,14 +410,6 @@ def test_partials_are_told_apart() -> None:
     assert key_of(partial(scaled, 1)) != key_of(partial(scaled)) != key_of(partial(tagging(), scale=1.0))
     defaults = [lambda out, batch, *, scale=scale: out * scale for scale in (1.0, 1.0, 2.0)]
     assert key_of(defaults[0]) == key_of(defaults[1]) != key_of(defaults[2])
-
-
-def test_partials_with_other_arguments_differ_in_one() -> None:
-    """A loop that passed other keywords in each step ended with KeyError, in the function that words its warning."""
-    scaling, plain = key_of(partial(scaled, scale=2.0)), key_of(partial(scaled))
-    assert is_made_again(scaling, plain) and first_difference(scaling, scaling) == ""
-    assert first_difference(scaling, plain) == first_difference(plain, scaling) == "scale"
-    assert first_difference(plain, key_of(partial(scaled, 1))) == ""
 
 
 def active(out: Any, batch: Any) -> Tensor:

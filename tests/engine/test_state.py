@@ -654,8 +654,7 @@ def created_often(as_partial: bool) -> tuple[list[str], int, int]:
         return trace(*args, **options)
 
     with (
-        mock.patch.object(snapshot, "MOST_STATES", FEW_STATES),
-        mock.patch.object(traces, "MOST_STATES", FEW_STATES),
+        mock.patch.object(traces, "MOST_CRITERIA", FEW_STATES),
         mock.patch.object(
             traces, "trace", lambda *args, trace=traces.trace, **options: traced(trace, *args, **options)
         ),
@@ -681,9 +680,9 @@ def test_a_criterion_that_each_step_creates_is_named_and_not_kept(pool: Pool) ->
     """A loop created its criterion around values of the step: each step traced and verified it without a message, and
     the tensors of 128 criteria stayed in memory. Even a partial with the same values was another one in each step."""
     for rank, (said, kept, _) in enumerate(pool.run(created_often, 2, False)):
-        assert [text[:65] for text in said] == ["each step uses a new criterion (with another value of logits), so"][
-            rank:
-        ]
+        assert [text[:78] for text in said] == [
+            "each step uses a new criterion, or more than 5 criteria are used in turn, so p"
+        ][rank:]
         assert kept <= 2 * FEW_STATES
     for said, _, number in pool.run(created_often, 2, True):
         assert said == [] and number <= 2
@@ -702,7 +701,7 @@ class Scaling:
 def taken_in_turn(kind: str) -> tuple[list[str], int]:
     """The warnings if steps take criteria of many tasks in turn, each created once, and the number of traces."""
     said = list[str]()
-    scales = [(k + 1) / 100 for k in range(FEW_STATES + 3)]
+    scales = [(k + 1) / 100 for k in range(FEW_STATES)]
     if kind == "objects":
         criteria: list[Any] = [*map(Scaling, scales)]
     elif kind == "methods":
@@ -710,8 +709,7 @@ def taken_in_turn(kind: str) -> tuple[list[str], int]:
     else:
         criteria = [partial(scaled, scale=scale) for scale in scales]
     with (
-        mock.patch.object(snapshot, "MOST_STATES", FEW_STATES),
-        mock.patch.object(traces, "MOST_STATES", FEW_STATES),
+        mock.patch.object(traces, "MOST_CRITERIA", FEW_STATES),
         mock.patch.object(traces.logger, "warning", lambda text, *args: said.append(text % args)),
         mock.patch.object(traces, "trace", wraps=traces.trace) as tracing,
     ):
@@ -725,10 +723,10 @@ def taken_in_turn(kind: str) -> tuple[list[str], int]:
 @pytest.mark.turns
 @pytest.mark.parametrize("kind", ["partials", "objects", "methods"])
 def test_criteria_of_many_tasks_are_traced_once(pool: Pool, kind: str) -> None:
-    """With more than 16 criteria in turn, each step traced and verified again, and a warning advised to create them
+    """With several criteria in turn, each step traced and verified again, and a warning advised to create them
     once."""
     for said, number in pool.run(taken_in_turn, 2, kind, timeout=200.0):
-        assert said == [] and number <= 2 * (FEW_STATES + 3)
+        assert said == [] and number <= 2 * FEW_STATES
 
 
 class Weighing:
