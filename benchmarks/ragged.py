@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pipeshard
 from pipeshard.batch.grouping import TokenCost, group
-from pipeshard.schedule import Action, Kind, one_f_one_b
+from pipeshard.schedule import Action, Kind, one_f_one_b, shorten_cooldown
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "vocab_size": 1024}
 LAYERS, MEDIAN, DEVIATION, LEAST, MOST = 6, 128, 1.2, 8, 1024
@@ -125,19 +125,21 @@ def simulated(p: int, name: str, cost: TokenCost) -> list[float]:
 
 
 def makespan(p: int, times: Sequence[float]) -> float:
-    """The time of a step of 1F1B with equal stages, in which microbatch k takes times[k] forward and twice as long
-    backward."""
-    program = one_f_one_b(p, len(times))
+    """The time of a step of 1F1B with a shortened cooldown and equal stages, in which microbatch k takes times[k] for a
+    forward, for its input gradients and for its weight gradients."""
+    program = shorten_cooldown(one_f_one_b(p, len(times)))
+    split = {action[1:] for actions in program.ranks for action in actions if action.kind is Kind.W}
     earlier = {action: before for actions in program.ranks for before, action in itertools.pairwise(actions)}
 
     @cache
     def end(action: Action) -> float:
         kind, k, stage = action
         source = stage - 1 if kind is Kind.F else stage + 1
-        needed = [Action(kind, k, source)] if 0 <= source < p else []
+        needed = [Action(kind, k, source)] if 0 <= source < p and kind is not Kind.W else []
         if action in earlier:
             needed.append(earlier[action])
-        return max(map(end, needed), default=0.0) + times[k] * (1 if kind is Kind.F else 2)
+        is_whole = kind is Kind.B and (k, stage) not in split
+        return max(map(end, needed), default=0.0) + times[k] * (2 if is_whole else 1)
 
     return max(end(actions[-1]) for actions in program.ranks)
 

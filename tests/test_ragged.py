@@ -18,7 +18,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.grouping import TokenCost
 from pipeshard.config import PipelineConfig
-from pipeshard.engine.ragged import SPLIT_BACKWARD, Ragged
+from pipeshard.engine.ragged import Ragged
 from pipeshard.errors import PipeshardError, UsageError
 from tests import zoo
 from tests.pool import Pool
@@ -280,7 +280,7 @@ def test_the_order_of_the_microbatches(schedule: str, expected: list[int]) -> No
     config = PipelineConfig(pp_size=2, num_microbatches=None, schedule=schedule, microbatch_tokens=40)
     ragged = Ragged(zoo.build("llama"))
     ragged.cost, ragged.idle = TokenCost(), 1.0
-    ragged.has_split_backward = schedule in SPLIT_BACKWARD
+    ragged.has_short_cooldown = schedule == "1f1b"
     parts = ragged.split(Batch.of(data_of("llama", (20, 3, 40, 31, 12), 0)), config)
     assert [part.tensors["input_ids"].shape[1] for part in parts] == expected
 
