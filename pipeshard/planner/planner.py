@@ -19,8 +19,8 @@ from pipeshard.engine.refusals import refuse_sharded_packing
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError, counted
 from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.options import check_plan
 from pipeshard.hf import recomputes
+from pipeshard.options import check_plan
 from pipeshard.planner.auto import search
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
 from pipeshard.planner.devices import Devices
