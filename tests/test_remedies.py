@@ -293,6 +293,20 @@ def test_a_microbatch_that_does_not_run_is_a_batch_error_on_every_rank(pool: Poo
     assert all("BatchError" in error for error, _ in pool.run(refused, 2, name))
 
 
+def error_of_a_step() -> tuple[str, list[str]]:
+    """The error of a step in which microbatches do not run, and its notes."""
+    with pytest.raises(Exception) as caught:
+        run(Training(nets.Graph, {"verify": False, "num_microbatches": 3}, batches=nets.nodes))
+    return caught.typename, getattr(caught.value, "__notes__", [])
+
+
+def test_an_error_of_a_step_in_microbatches_has_a_note_with_the_remedies(pool: Pool) -> None:
+    """A microbatch that does not run by itself raised an error of the model that named no remedy."""
+    outcomes = pool.run(error_of_a_step, 2)
+    notes = [note for name, notes in outcomes for note in notes if name == "IndexError"]
+    assert any("pass num_microbatches=1 to PipelinePlugin" in note for note in notes), outcomes
+
+
 @pytest.mark.parametrize("name", OF_THE_CRITERION)
 def test_a_criterion_that_reads_a_tensor_of_the_whole_batch_is_told_where_to_put_it(pool: Pool, name: str) -> None:
     """A criterion read the teacher's logits from a closure, and the error said that the forward fails for a

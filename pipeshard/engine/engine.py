@@ -21,7 +21,7 @@ from pipeshard.distributed.p2p import with_messages
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.cuts import Cuts
-from pipeshard.engine.dependent import Dependents
+from pipeshard.engine.dependent import ADVICE, is_of_model, tracing
 from pipeshard.engine.division import divided, traced
 from pipeshard.engine.hosted import HostedWeight
 from pipeshard.engine.interpreter import Interpreter
@@ -167,7 +167,6 @@ class Pipeline:
         self.stages = Stages(config, self.policy, self.precision, self.holdings.held, self.device)
         placement = self.policy.placement
         self.interpreter = Interpreter(placement, grid.p2p(config.p2p, placement), self.device)
-        self.dependents = Dependents(self.traces, self.cuts, self.stages, self.precision)
         self.policy.replace_forward()
         with self.precision.running():
             self.traces.remember(flow, self.criterion)
@@ -305,8 +304,9 @@ class Pipeline:
                 cut = self.cuts.all(batches, train)
                 found = self.traces.find_alike(cut, criterion, asked.outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
-            with self.precision.running(), self.dependents.tracing(batches, criterion, asked.outputs):
-                self.traces.losses.prove(batches, self.cuts.microbatches(batches), criterion, self.grid.world)
+            cut = self.cuts.microbatches(batches)
+            with self.precision.running(), tracing(self.traces, batches, cut, criterion, asked.outputs.needed):
+                self.traces.losses.prove(batches, cut, criterion, self.grid.world)
         if agreed.news & UNMERGED:
             self.cuts.uncut(batches)
             found = self._find(asked, batches)
@@ -348,7 +348,7 @@ class Pipeline:
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         with self.precision.running():
             cut = self.cuts.microbatches(read)
-            with self.dependents.tracing(read, criterion, outputs):
+            with tracing(self.traces, read, cut, criterion, outputs.needed):
                 planned = self.traces.plan_each(cut, found, criterion, outputs.needed, asked.is_exact, asked.weight)
                 sliced: list[list[SlicedMicrobatch]] = []
                 slices = self.cuts.slices(cut) if train else []
@@ -377,8 +377,8 @@ class Pipeline:
             with without_gradients(self.traces.foreign if train and self.grid.size > 1 else {}):
                 self._execute(program, train)
         except Exception as error:
-            if (dependent := self.dependents.explain(error, read, cut, criterion, outputs)) is not None:
-                raise dependent from error
+            if len(planned[-1]) > len(read) and is_of_model(error):
+                error.add_note(ADVICE)
             raise
         finally:
             self.stages.end()

@@ -28,7 +28,6 @@ from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, Usa
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.operators import casting
-from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value
 from pipeshard.graph.writes import stored
 from pipeshard.private import foreach_norm, tree_tensors
@@ -242,17 +241,6 @@ class Stage:
             units = [route.flow.calls[value.call].unit for value in route.leaves.values]
             self.finite.forward(i, units, sent, loss if microbatch.share else None)  # 0/0 without labels
         return sent
-
-    def try_zeros(self, microbatch: Microbatch, criterion: Criterion | None) -> None:
-        """Run the forward of `microbatch` with zeros instead of other stages' values, and discard the results. Raises
-        the model's own error if the forward fails."""
-        route, replay = microbatch.route, self.replay
-        shapes = {value: microbatch.shape(value) for value in route.enters.values}
-        zeros = {v: torch.zeros(shape, dtype=dtype, device=replay.device) for v, (shape, dtype) in shapes.items()}
-        with torch.no_grad(), preserving(replay.model, criterion), self.around(), self.carry(route):
-            output, _ = replay.run(route, microbatch.deltas, zeros, microbatch.batch)
-            if self.is_last:
-                sum_and_count(output, criterion, microbatch.batch)
 
     def backward(self, i: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Backpropagate the gradients of the outputs of `forward(i)`, and return the gradients of its inputs. The
