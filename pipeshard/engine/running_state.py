@@ -7,9 +7,10 @@ not updated. Batch norm is handled separately: with `deferred`, its running stat
 the whole batch.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,33 +102,9 @@ def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
     return place.until == -1 or place.name not in route.spoiled
 
 
-class Moments(NamedTuple):
-    """The moments of the values that a step has normalized in each channel: their number, their mean, and the sum of
-    their squared deviations from this mean, in fp64."""
-
-    size: int
-    mean: Tensor
-    deviations: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor) -> "Moments":
-        """The moments of one input, computed in at least fp32, as torch does."""
-        x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-        size = x.numel() // x.shape[1]
-        variance, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)
-        return cls(size, mean.double(), variance.double() * size)
-
-    def merged(self, other: "Moments") -> "Moments":
-        """The moments of both inputs together (Chan et al. 1979). Subtracting sums of squares would lose precision by
-        cancellation."""
-        size, difference = self.size + other.size, other.mean - self.mean
-        mean = self.mean + difference * (other.size / size)
-        between = difference.square() * (self.size * other.size / size)
-        return Moments(size, mean, self.deviations + other.deviations + between)
-
-
-# By module. This state is not stored in modules or hooks, where changes by units are compared with the trace.
-_MOMENTS: dict[nn.Module, Moments] = {}
+# By module, the moments of each of its inputs. This state is not stored in modules or hooks, where changes by units are
+# compared with the trace.
+_MOMENTS: defaultdict[nn.Module, list[Tensor]] = defaultdict(list)
 
 
 @contextmanager
@@ -141,7 +118,7 @@ def deferred(units: Iterable[nn.Module], replay: Replay | None = None) -> Iterat
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if replay is None or _runs_next(replay):
-            _add(module, next(iter((*args, *kwargs.values()))))
+            _MOMENTS[module].append(_moments(next(iter((*args, *kwargs.values())))))
 
     hooks = [module.register_forward_pre_hook(add, with_kwargs=True) for module in modules]
     try:
@@ -170,16 +147,24 @@ def _runs_next(replay: Replay) -> bool:
     return run is None or run.inside or all(step.held for step in run.route.steps[run.next : run.next + 1])
 
 
-def _add(module: nn.Module, x: Tensor) -> None:
-    added, before = Moments.of(x), _MOMENTS.get(module)
-    _MOMENTS[module] = added if before is None else before.merged(added)
+def _moments(x: Tensor) -> Tensor:
+    """For each channel, the number of values, their mean and their (biased) variance, in fp64. They are computed in at
+    least fp32, as torch does."""
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    variance, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)
+    size = torch.full_like(mean, x.numel() // x.shape[1], dtype=torch.float64)
+    return torch.stack([size, mean.double(), variance.double()])
 
 
-def _move(module: Any, before: list[Tensor], moments: Moments) -> None:
+def _move(module: Any, before: list[Tensor], moments: list[Tensor]) -> None:
     for buffer, value in zip(_statistics(module), before, strict=True):
         buffer.copy_(value)
     module.num_batches_tracked += 1
     momentum = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
-    variance = moments.deviations / moments.size
-    for buffer, value in ((module.running_mean, moments.mean), (module.running_var, variance)):
+    sizes, means, variances = torch.stack(moments, 1)
+    shares = sizes / sizes.sum(0)
+    mean = (shares * means).sum(0)
+    # Subtracting the square of the mean from the mean of squares would lose precision by cancellation.
+    variance = (shares * (variances + (means - mean).square())).sum(0)
+    for buffer, value in ((module.running_mean, mean), (module.running_var, variance)):
         buffer.copy_(torch.lerp(buffer.double(), value, momentum))
