@@ -31,16 +31,11 @@ Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks 
 SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes, ratios, thresholds, counts
 ROUNDS = 8  # rounds of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
-    "A size, or a number that a unit returns or leaves in an attribute, depends on the values of the unit's parameters "
-    "or buffers, which only one stage has. Make the size or number depend on an attribute or the config "
-    "(self.keep = 4), return a tensor of a fixed size and a mask, or cut elsewhere (partition=...), so that one stage "
-    "has the unit and all readers of its result"
-)
-
-OF_GRADIENTS = (
-    "A layer detaches its result depending on tensor values, or freezes parameters in its forward, and the other "
-    "stages detect neither. Detach the result in every forward or in none, and freeze and unfreeze parameters between "
-    "steps"
+    "A size, a number that a unit returns or leaves in an attribute, or whether a result has a gradient depends on the "
+    "values of the unit's parameters or buffers, which only one stage has, or on parameters that a unit freezes in its "
+    "forward. Make the size or number depend on an attribute or the config (self.keep = 4), return a tensor of a fixed "
+    "size and a mask, detach a result in every forward or in none, freeze and unfreeze parameters between steps, or "
+    "cut elsewhere (partition=...), so that one stage has the unit and all readers of its result"
 )
 
 
@@ -178,8 +173,7 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
         for rank in ranks[1:]:
             mine, theirs = _first_difference([Line(*line) for line in lines], [Line(*o) for o in every[rank].lines[i]])
             if mine != theirs:
-                remedy = OF_GRADIENTS if _differ_by_gradient(mine, theirs) else WAYS_REMEDY
-                return f"{_told(mine, theirs, named(first), named(rank))}, in microbatch {i}. {remedy}"
+                return f"{_told(mine, theirs, named(first), named(rank))}, in microbatch {i}. {WAYS_REMEDY}"
     return ""
 
 
@@ -188,13 +182,6 @@ def _first_difference(mine: Sequence[Line], theirs: Sequence[Line]) -> tuple[Lin
     known = {line.what for line in mine} & {line.what for line in theirs}
     first, second = ([one for one in each if not one.is_optional or one.what in known] for each in (mine, theirs))
     return next(((a, b) for a, b in zip_longest(first, second) if a != b), (None, None))
-
-
-def _differ_by_gradient(mine: Line | None, theirs: Line | None) -> bool:
-    """Whether two lines describe the same tensor with a gradient on one rank and without a gradient on the other."""
-    if mine is None or theirs is None or mine.what != theirs.what:
-        return False
-    return mine.value.replace("without", "with") == theirs.value.replace("without", "with")
 
 
 def _told(mine: Line | None, theirs: Line | None, here: str, there: str) -> str:
