@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -229,7 +229,6 @@ def train(kind: str, settings: Namespace) -> None:
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    trainer.training_step = shown.watching(trainer.training_step)
     trainer.train(resume_from_checkpoint=from_newest or args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     trainer.save_state()
@@ -269,31 +268,16 @@ def line(restarts: bool) -> Any:
 
     class Line(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.begun, self.first, self.logged = time.monotonic(), state.global_step, state.global_step
+            self.begun, self.first = time.monotonic(), state.global_step
             folder, step = args.output_dir, state.global_step
             found = f"resuming from {folder}/checkpoint-{step} (step {step} of {state.max_steps})"
             if restarts and state.is_world_process_zero:
                 click.echo(found if step else f"no complete checkpoint in {folder}: training begins at step 0")
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.loss: Any = 0.0
-
-        def watching(self, step: Callable[..., Any]) -> Callable[..., Any]:
-            """Wrap the Trainer's training_step, to sum the losses of all batches of an optimizer step."""
-
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                loss = step(*args, **kwargs)
-                self.loss = self.loss + loss
-                return loss
-
-            return watched
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if self.logged < state.global_step:
-                self.on_log(args, state, control, {"loss": self.loss})
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_log |= state.global_step >= state.max_steps  # also if logging_steps does not divide it
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            self.logged = state.global_step if "loss" in logs else self.logged
             shown = "".join(f"  {name} {float(logs[key]):.4g}" for key, name in SHOWN.items() if key in logs)
             if not shown or not state.is_world_process_zero:
                 return
