@@ -7,7 +7,6 @@ and broadcasts the updated values to the other replicas. torch's ZeroRedundancyO
 a single process group.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MethodType
@@ -181,14 +180,12 @@ class PipelineOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`. Raises UsageError if it is from a rank that updates other parameters."""
         own = self._names_of_groups()
-        if (saved := state_dict.get(OF_RANK, own)) != own:
-            pairs = itertools.zip_longest(*(itertools.chain(*each) for each in (saved, own)))
-            theirs, ours = next((pair for pair in pairs if pair[0] != pair[1]), ("other groups", "these groups"))
+        if state_dict.get(OF_RANK, own) != own:
             raise UsageError(
-                f"this state dict is from a rank that updates other parameters ({theirs or 'nothing'} instead of "
-                f"{ours or 'nothing'}): optimizer.state_dict() contains the state of only one rank. Call "
-                "booster.save_optimizer(optimizer, folder, shard=True) and booster.load_optimizer(optimizer, folder) "
-                "on every rank instead, or keep one file for each rank and resume on the same ranks"
+                "this state dict is from a rank that updates other parameters: optimizer.state_dict() contains the "
+                "state of only one rank. Call booster.save_optimizer(optimizer, folder, shard=True) and "
+                "booster.load_optimizer(optimizer, folder) on every rank instead, or keep one file for each rank and "
+                "resume on the same ranks"
             )
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != OF_RANK})
 

@@ -316,10 +316,8 @@ def set_training(optimizer: Any) -> None:
 def _speed_up(group: dict[str, Any]) -> None:
     """Replace a learning rate near 0, at which updates cannot be compared. A warm-up may begin with 0."""
     rate = group.get("lr")
-    if isinstance(rate, Tensor) and rate.numel() == 1 and abs(float(rate)) < SLOWEST:
-        group["lr"] = torch.full_like(rate, USUAL_RATE)
-    elif isinstance(rate, int | float) and abs(rate) < SLOWEST:
-        group["lr"] = USUAL_RATE
+    if isinstance(rate, Tensor | int | float) and torch.as_tensor(abs(rate)).max() < SLOWEST:
+        group["lr"] = 0 * rate + USUAL_RATE
 
 
 def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
