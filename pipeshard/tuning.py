@@ -1,7 +1,6 @@
 """Tuning: the commands `pipeshard sft`, `dpo`, `reward` and `grpo`, which plan or train a model."""
 
 import logging
-import math
 import os
 import sys
 import time
@@ -130,18 +129,11 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
             f"the states of {settings.optim} take at most as much memory"
         )
     rows_each = 1 + any("chosen" in way for way in COLUMNS[kind])  # a pair of answers is two rows of the batch
-    is_packed = is_one_row(settings)
     m = microbatches(settings, rows_each)[0]
     if m < settings.pp and settings.num_slices == "1":
-        least = {"gradient_accumulation_steps": settings.pp}
-        if settings.microbatches and not is_packed:
-            samples = math.ceil(settings.pp / settings.gradient_accumulation_steps / rows_each)
-            least = {"microbatches": settings.pp, "per_device_train_batch_size": samples}
-        low = [f"{which} to {number} or more" for which, number in least.items() if getattr(settings, which) < number]
-        yield (
-            f"a step has {counted(m, 'microbatch')} for {settings.pp} stages, which wait for each other: raise "
-            f"{' and '.join(low)}"
-        )
+        cuts_rows = settings.microbatches and not is_one_row(settings)
+        low = "microbatches and per_device_train_batch_size" if cuts_rows else "gradient_accumulation_steps"
+        yield f"a step has {counted(m, 'microbatch')} for {settings.pp} stages, which wait for each other: raise {low}"
 
 
 # The ranks

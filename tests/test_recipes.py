@@ -636,9 +636,8 @@ def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "samples", "window", "asked", "message"),
     [
-        ("sft", 1, 1, 8, "a step has 1 microbatch for 2 stages, .*: raise per_device_train_batch_size to 2 or more"),
-        ("sft", 2, 1, 1, "a step has 1 microbatch for 2 stages, .*: raise microbatches to 2 or more"),
-        ("sft", 1, 1, 1, ".*: raise microbatches to 2 or more and per_device_train_batch_size to 2 or more"),
+        ("sft", 1, 1, 8, "a step has 1 microbatch for 2 stages.*: raise microbatches and per_device_train_batch_size"),
+        ("sft", 2, 1, 1, "a step has 1 microbatch for 2 stages.*: raise microbatches and per_device_train_batch_size"),
         ("sft", 1, 2, 2, None),
         ("sft", 2, 1, 8, None),
         ("dpo", 1, 1, 8, None),
@@ -657,10 +656,7 @@ def test_too_few_samples_for_the_microbatches_are_noted(
 def test_a_packed_batch_is_noted_as_one_microbatch() -> None:
     """`--packing --microbatches 8` ran one microbatch on two stages, since a packed batch is one row, and no note said
     so."""
-    for packing, message in (
-        ("bfd", "a step has 1 microbatch .*: raise gradient_accumulation_steps to 2 or more"),
-        ("wrapped", ""),
-    ):
+    for packing, message in (("bfd", "a step has 1 microbatch .*: raise gradient_accumulation_steps"), ("wrapped", "")):
         arguments = ["--packing", f"--packing_strategy={packing}", "--per_device_train_batch_size=8"]
         settings = recipe.read("sft", arguments)
         settings.gradient_accumulation_steps, settings.microbatches = 1, 8
