@@ -34,20 +34,12 @@ def _layout(grid: Grid) -> list[int]:
     return [grid.dp_size, grid.pp_size, grid.tp_size]
 
 
-def check_random_state(state: Any) -> None:
-    """Check a state by setting it on temporary generators, which raise an error if the state is invalid."""
-    torch.Generator().set_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(state["cuda"])
-    random.Random().setstate(state["python"])
-    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # NumPy does not check its position
-        raise ValueError(f"NumPy's position is {state['numpy'][2]}")
-    np.random.RandomState().set_state(state["numpy"])
-
-
 def set_random_state(state: dict[str, Any]) -> None:
+    """Set the generators to a `random_state`. They may raise anything for an invalid state."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     random.setstate(state["python"])
+    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # NumPy does not check its position
+        raise ValueError(f"NumPy's position is {state['numpy'][2]}")
     np.random.set_state(state["numpy"])

@@ -1,26 +1,27 @@
 """Rest: the content of a training.pt, which is a training state without the weights and the optimizers."""
 
-import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from pipeshard.checkpoint.random_state import check_random_state, random_state
+from pipeshard.checkpoint.random_state import random_state
 from pipeshard.checkpoint.state_folder import SCHEDULER, by_name
 from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.distributed.collectives import encode, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
-from pipeshard.errors import CheckpointError, explained, summary
+from pipeshard.errors import CheckpointError, PipeshardError, explained, summary
 
 OTHERS = "others"  # in a training.pt, the progress of all models but the first
 POSITIONS = "positions"  # in a training.pt, the dataloader's state of each replica, if these differ
+ADVICE = "load another step (step=... or, in a Trainer, resume_from_checkpoint=...)"
 
 
 def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, position: Any = None) -> dict[str, Any]:
     """The content of training.pt: a training state without the weights and the optimizers. `position` is the state of
-    the dataloader. Raises CheckpointError for a state that `read_rest` could not read."""
+    the dataloader. Raises CheckpointError for a state that `load_plain` could not read."""
     first, *others = (_progress(model.pipeline) for model in models)
     schedulers = {name: plain_state(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
     parts = {"random": random_state(), "dataloader": position, SCHEDULER: None, **schedulers}
@@ -80,39 +81,21 @@ def _progress(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _continue(pipeline: Pipeline, progress: dict[str, Any]) -> None:
-    pipeline.steps, pipeline.forwards = progress["steps"], progress.get("forwards", 0)
+    pipeline.steps, pipeline.forwards = int(progress["steps"]), int(progress.get("forwards", 0))
     randomness = pipeline.policy.replay.randomness  # a resumed script may have boosted fewer models before this one
-    randomness.model = progress.get("model", randomness.model)
+    randomness.model = int(progress.get("model", randomness.model))
     if pipeline.scaling is not None and progress.get("loss_scale"):
         pipeline.scaling.load_state_dict(progress["loss_scale"])
 
 
 def read_rest(file: Path) -> dict[str, Any]:
-    """Read the result of `rest_of` from a file. Raises CheckpointError if the file is damaged or invalid."""
-    advice = "load another step (step=... or, in a Trainer, resume_from_checkpoint=...)"
-    rest = load_plain(file, "the training.pt of a training state", advice)
-    with explained(  # generators may raise anything for an invalid state
-        lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
-    ):
-        _check_progress(rest)
-        for progress in rest.get(OTHERS, ()):
-            _check_progress(progress)
-        for key in ("dataloader", *(key for key in rest if key.startswith(SCHEDULER))):
-            if not isinstance(rest.get(key), dict | None):
-                raise TypeError(f"{key} must be a dict")
-        if not all(isinstance(position, dict) for position in rest.get(POSITIONS, [])):
-            raise TypeError(f"{POSITIONS} must be a list of dicts")
-        ranks = rest.get("ranks", [])
-        if len(ranks) != (math.prod(rest["layout"]) if ranks else 0):
-            raise ValueError(f"it has the random states of {len(ranks)} ranks, in a layout of {rest['layout']}")
-        for state in (rest["random"], *ranks):
-            check_random_state(state)
-    return rest
+    """Read the result of `rest_of` from a file. Use it inside `restoring`."""
+    return load_plain(file, "the training.pt of a training state", ADVICE)
 
 
-def _check_progress(progress: dict[str, Any]) -> None:
-    for key, count in ("steps", progress["steps"]), *((key, progress.get(key, 0)) for key in ("forwards", "model")):
-        if not isinstance(count, int) or count < 0:
-            raise ValueError(f"{key} must be a non-negative integer")
-    if not isinstance(progress.get("loss_scale"), dict | None):
-        raise TypeError("loss_scale must be a dict")
+def restoring(file: Path) -> AbstractContextManager[None]:
+    """Context manager around the use of the content of `file`. Converts errors to CheckpointErrors that name the file:
+    generators, schedulers and dataloaders may raise anything for an invalid state."""
+    return explained(
+        lambda error: CheckpointError(f"{file} cannot be restored ({summary(error)}): {ADVICE}"), but=(PipeshardError,)
+    )

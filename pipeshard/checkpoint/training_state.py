@@ -34,6 +34,7 @@ from pipeshard.checkpoint.rest import (
     read_rest,
     rest_of,
     restore_rest,
+    restoring,
     saved_position,
 )
 from pipeshard.checkpoint.state_folder import (
@@ -299,7 +300,7 @@ def load_training_state(
         for path in damaged:  # so that it does not count as the newest or as one of the last `keep` steps
             with suppress(OSError):
                 path.rename(path.with_name(f"{path.name}.damaged"))
-    with together(pipeline.grid.world):
+    with together(pipeline.grid.world), restoring(folder / REST):
         rest = read_rest(folder / REST)
         optimizers = by_name(OPTIMIZER, optimizer)
         given = optimizers | by_name(SCHEDULER, lr_scheduler) | {"dataloader": dataloader} | models
@@ -315,7 +316,7 @@ def load_training_state(
         io_of(each).load_model(each, str(folder / name))
     for name, boosted in optimizers.items():
         load_optimizer(boosted, folder / name)
-    with together(pipeline.grid.world):
+    with together(pipeline.grid.world), restoring(folder / REST):
         restore_rest([*models.values()], rest, lr_scheduler)
         set_random_state(own_random_state(rest, pipeline.grid))
     return chosen

@@ -31,8 +31,8 @@ from pipeshard.checkpoint.files import (
 from pipeshard.checkpoint.io import io_of, refuse_packed, refuse_unwrapped_adapters
 from pipeshard.checkpoint.lora import load_lora, save_lora, warn_of_other_weights
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.random_state import own_random_state, random_states
-from pipeshard.checkpoint.rest import read_rest, rest_of, restore_rest
+from pipeshard.checkpoint.random_state import own_random_state, random_state, random_states, set_random_state
+from pipeshard.checkpoint.rest import read_rest, rest_of, restore_rest, restoring
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.distributed.mesh import Grid
@@ -129,14 +129,18 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
-    with together(grid.world):
-        rest = read_rest(folder / FOLDER / REST)
+    file = folder / FOLDER / REST
+    with together(grid.world), restoring(file):
+        rest = read_rest(file)
         restore_rest([model], rest, lr_scheduler)
+        random, before = own_random_state(rest, grid), random_state()
+        set_random_state(random)  # raises an error for an invalid state, before Trainer sets it in the epoch
+        set_random_state(before)
         if grid.first:
             for file in folder.glob(RANDOM):  # not used, and possibly partial: no rank waits for its write
                 if not zipfile.is_zipfile(file):
                     file.unlink()
-    return own_random_state(rest, grid)
+    return random
 
 
 @together_in("trainer.train")

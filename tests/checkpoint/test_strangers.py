@@ -90,13 +90,10 @@ def stranger(folder: Path) -> list[str]:
     dist.barrier()
     load_training_state(folder / "bad0", **training.parts)  # nobody reads it
     before, messages = training.values, []
-    position = (training.loader.epoch, training.loader.batches, training.schedule.last_epoch)
     for name in [*(f"bad{k}" for k in (1, 2, 3)), *(f"rest{k}" for k in range(len(others)))]:
         with pytest.raises(CheckpointError) as caught:
             load_training_state(folder / name, **training.parts)
         messages.append(str(caught.value))
-        if name.startswith("rest"):
-            assert position == (training.loader.epoch, training.loader.batches, training.schedule.last_epoch)
     assert all(torch.equal(value, before[key]) for key, value in training.values.items())
     return messages
 
@@ -113,15 +110,8 @@ def strange_rests(rest: dict[str, Any]) -> list[Any]:
         *({"python": (3, python[1][:-1], None)}, {"torch": torch.zeros(7, dtype=torch.uint8)}, {"torch": [1]}),
     ]
     return [
-        *(
-            [],
-            {},
-            {**rest, "steps": "1"},
-            {**rest, "steps": -1},
-            {**rest, "lr_scheduler": [1]},
-            {**rest, "dataloader": 3},
-        ),
-        *({**rest, "random": {**rest["random"], **other} if other else other} for other in randoms),
+        *([], {}, {**rest, "steps": "one"}, {**rest, "lr_scheduler": [1]}, {**rest, "dataloader": 3}),
+        *({**rest, "ranks": [{**rest["random"], **other} if other else other] * 2} for other in randoms),
         *({**rest, "ranks": ranks} for ranks in (rest["ranks"][:1], [rest["random"], {}])),
     ]
 
@@ -134,21 +124,20 @@ def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) ->
         r"is not the training.pt of a training state \(ValueError: .*GLOBAL posix.mkdir.*\): load another step",
         r"is not an optimizer checkpoint \(ValueError: .*GLOBAL posix.mkdir.*\): pass .* that booster.save",
         r"pytorch_model.bin is not a checkpoint that weights_only=True can load .*posix.mkdir.*convert it to",
-        "training.pt is damaged .TypeError: ",
-        "training.pt is damaged .KeyError: 'steps'",
-        "training.pt is damaged .ValueError: steps must be a non-negative integer",
-        "training.pt is damaged .ValueError: steps must be a non-negative integer",
-        "training.pt is damaged .TypeError: lr_scheduler must be a dict.: load another step",
-        "training.pt is damaged .TypeError: dataloader must be a dict",
-        "training.pt is damaged .KeyError: 'torch'",
-        "training.pt is damaged .TypeError: ",
-        "training.pt is damaged .ValueError: NumPy's position is 1000000",
-        "training.pt is damaged .IndexError",
-        "training.pt is damaged .ValueError",
-        "training.pt is damaged .RuntimeError: .* size to be 7",
-        "training.pt is damaged .TypeError",
-        "training.pt is damaged .ValueError: it has the random states of 1 ranks, in a layout of .1, 2, 1.",
-        "training.pt is damaged .KeyError: 'torch'",
+        "training.pt cannot be restored .TypeError: .*: load another step",
+        "step-00000001 was saved without lr_scheduler, dataloader: pass only objects",
+        "training.pt cannot be restored .ValueError: invalid literal for int",
+        "training.pt cannot be restored .TypeError: ",
+        "training.pt cannot be restored .TypeError: ",
+        "training.pt cannot be restored .KeyError: 'torch'",
+        "training.pt cannot be restored .TypeError: ",
+        "training.pt cannot be restored .ValueError: NumPy's position is 1000000",
+        "training.pt cannot be restored .IndexError",
+        "training.pt cannot be restored .ValueError",
+        "training.pt cannot be restored .RuntimeError: .* size to be 7",
+        "training.pt cannot be restored .TypeError",
+        "rank 1 .*training.pt cannot be restored .IndexError",
+        "rank 1 .*training.pt cannot be restored .KeyError: 'torch'",
     ]
     assert_told(ranks[0], expected)
     assert not (tmp_path / "mark").exists()
