@@ -91,12 +91,16 @@ def _small(unit: nn.Module) -> dict[str, Tensor]:
 
 
 class Line(NamedTuple):
-    """One property of a microbatch that must be the same in the traces of all stages. An optional line may be missing
-    in some traces: a trace does not record a value if its place already has this value."""
+    """One property of a microbatch that must be the same in the traces of all stages.
+
+    A line about a place has `is_left`: whether the trace's forward has changed the value. Such a line is compared if it
+    is in both traces and one of the forwards has changed the value: a trace does not record a value if its place
+    already has this value.
+    """
 
     what: str
     value: str
-    is_optional: bool = False
+    is_left: bool | None = None
 
 
 def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
@@ -131,7 +135,12 @@ def _attributes_of(way: Way, stages: Sequence[int]) -> Iterator[Line]:
         for place, numbers in observed_far(flow, index, stages):
             if values := [_is_value(leaf, deltas) for _, leaf in _constants_at(call, numbers or ())]:
                 what = f"{format_path(place[1:])}, which unit {call.unit} (call {index}) leaves,"
-                yield Line(what, ", ".join(values), is_optional=True)
+                yield Line(what, ", ".join(values), is_left=True)
+    left = {(call.unit, part.source.place) for call in flow.calls for part in call.parts}
+    for unit, place, _, text in flow.observed:
+        if text:
+            what = f"{format_path(place[1:])} after the calls of unit {unit}"
+            yield Line(what, f"is {text}", is_left=(unit, place) in left)
 
 
 def _is_value(constant: Any, deltas: tuple[int, ...]) -> str:
@@ -139,16 +148,16 @@ def _is_value(constant: Any, deltas: tuple[int, ...]) -> str:
     return f"is {value!r:.80}"
 
 
-def plain(lines: Sequence[Line]) -> list[tuple[str, str, bool]]:
+def plain(lines: Sequence[Line]) -> list[tuple[str, str, bool | None]]:
     """Lines in their serialized form."""
-    return [(line.what, line.value, line.is_optional) for line in lines]
+    return [(line.what, line.value, line.is_left) for line in lines]
 
 
 class Said(NamedTuple):
     """A rank's report on its ways: their `numbers` and the `lines` of each way, or the message of a `failure`."""
 
     numbers: list[int]
-    lines: list[list[tuple[str, str, bool]]]
+    lines: list[list[tuple[str, str, bool | None]]]
     failure: str
 
 
@@ -179,9 +188,10 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
 
 def _first_difference(mine: Sequence[Line], theirs: Sequence[Line]) -> tuple[Line | None, Line | None]:
     """The first two lines that differ, or (None, None)."""
-    known = {line.what for line in mine} & {line.what for line in theirs}
-    first, second = ([one for one in each if not one.is_optional or one.what in known] for each in (mine, theirs))
-    return next(((a, b) for a, b in zip_longest(first, second) if a != b), (None, None))
+    left = {line.what for line in (*mine, *theirs) if line.is_left}
+    known = left & {line.what for line in mine} & {line.what for line in theirs}
+    first, second = ([one for one in each if one.is_left is None or one.what in known] for each in (mine, theirs))
+    return next(((a, b) for a, b in zip_longest(first, second) if (a and a[:2]) != (b and b[:2])), (None, None))
 
 
 def _told(mine: Line | None, theirs: Line | None, here: str, there: str) -> str:

@@ -93,12 +93,13 @@ class Call:
 
 
 class Observed(NamedTuple):
-    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is its path from the
-    unit, and `readers` are the calls of other units that read it, with -1 for glue and the criterion."""
+    """A value of a module that `unit` reaches, if other code reads it. `place` is its path from the unit, `readers` are
+    the calls of other units that read it, with -1 for glue and the criterion, and `text` is a plain value as text."""
 
     unit: str
     place: Path
     readers: frozenset[int]
+    text: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeshard.graph.dataflow import Call, Observed
 from pipeshard.graph.kinds import Kind, Settings
-from pipeshard.graph.places import MISSING, PathStep, is_comparable, names_in, names_stored_in
+from pipeshard.graph.places import MISSING, Path, PathStep, is_comparable, names_in, names_stored_in
 from pipeshard.graph.snapshot import is_mentioned, noting_reads
 from pipeshard.replaced import replaced
 
@@ -51,7 +51,7 @@ class Readers:
 
     def observed(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
         """The attributes that other code reads, of the modules that each unit reaches: attributes in which the unit
-        leaves a value in one of `calls`, and all attributes of the unit's own modules with plain values."""
+        leaves a value in one of `calls`, and all plain values in attributes of the unit's own modules."""
         left = {(call.unit, part.source.place) for call in calls for part in call.parts}
         for unit in dict.fromkeys(call.unit for call in calls):
             reached = settings[unit].modules
@@ -59,9 +59,10 @@ class Readers:
                 module, path = reached[address]
                 for name, readers in self._readers[address].items():
                     place = (*path, PathStep("attr", name))
-                    is_plain = name not in OF_MODULES and is_comparable(inspect.getattr_static(module, name, MISSING))
-                    if (unit, place) in left or (is_plain and address in settings[unit].own):
-                        yield Observed(unit, place, frozenset(readers))
+                    value = inspect.getattr_static(module, name, MISSING) if name not in OF_MODULES else MISSING
+                    plain = dict(_plain_places(place, value)) if address in settings[unit].own else {}
+                    for each in plain if (unit, place) not in left else {place: None} | plain:
+                        yield Observed(unit, each, frozenset(readers), plain.get(each, ""))
         yield from self._observed_in_objects(calls, settings)
 
     def _observed_in_objects(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
@@ -85,6 +86,16 @@ class Readers:
                         readers.add(-1)
                     if readers:
                         yield Observed(unit, place, frozenset(readers))
+
+
+def _plain_places(place: Path, value: Any) -> Iterator[tuple[Path, str]]:
+    """The place if its value is plain or a list of plain values, or the entries of a dict that are plain, each with the
+    value as text."""
+    if type(value) is dict:
+        for key, entry in value.items():
+            yield from ((each, text) for each, text in _plain_places((*place, PathStep("item", key)), entry))
+    elif is_comparable(value) or (type(value) is list and all(map(is_comparable, value))):
+        yield place, f"{value!r:.80}"
 
 
 def _names(settings: Settings, names_of: Callable[[CodeType], Iterable[str]]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.batch.read import read_batch
-from pipeshard.engine import traces
+from pipeshard.engine import traces, ways
 from pipeshard.engine.running_state import deferred
 from pipeshard.errors import TraceError
 from pipeshard.graph import snapshot
@@ -503,6 +504,22 @@ def test_numbers_that_units_leave_are_the_same_on_all_stages(pool: Pool, make: t
     layer computes from its weights and leaves in an attribute was another one, and so was the loss. A number in a list
     was taken for the list's earlier entry, which is the same object: IndexError."""
     assert pool.run(wrong, 2, make, timeout=200.0) == [[], []]
+
+
+def refused_of_large(make: type[nn.Module]) -> str:
+    with mock.patch.object(ways, "SMALL_TENSOR", 0):
+        try:
+            return str(wrong(make))
+        except TraceError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("make", [Marking, MarkingInDict, MarkingInList])
+def test_numbers_that_units_compute_from_large_weights_are_refused(pool: Pool, make: type[nn.Module]) -> None:
+    """Stages without the weights, which are too large to be lent, silently used another number if the unit left it in a
+    dict or in a list."""
+    for message in pool.run(refused_of_large, 2, make, timeout=200.0):
+        assert re.search(r"mark.* is .* in the trace on .*, but .* on ", message), message
 
 
 def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[str]]:
