@@ -139,7 +139,7 @@ def _attributes_of(way: Way, stages: Sequence[int]) -> Iterator[Line]:
     left = {(call.unit, part.source.place) for call in flow.calls for part in call.parts}
     for unit, place, _, text in flow.observed:
         if text:
-            what = f"{format_path(place[1:])} after the calls of unit {unit}"
+            what = f"{format_path(place[1:])}, which unit {unit} may change,"
             yield Line(what, f"is {text}", is_left=(unit, place) in left)
 
 
