@@ -9,12 +9,19 @@ TRITON = (
     "A trace cannot run a Triton kernel between units, such as a fused loss: turn off these kernels "
     "(Liger's with fused_linear_cross_entropy=False, cross_entropy=False). Kernels in layers may stay on"
 )
+PACKED = (
+    "A recurrent layer returns a PackedSequence, whose lengths other stages do not have: write a module that takes and "
+    "returns padded tensors, and calls pack_padded_sequence, the recurrent layer and "
+    "pad_packed_sequence(..., total_length=x.shape[1]) in its forward"
+)
 
 
-def forward_error(model: nn.Module, batch: Batch, last_unit: str, error: Exception) -> TraceError:
-    """The TraceError for an `error` of the forward. `last_unit` is the unit that ran before the error, or ""."""
+def forward_error(model: nn.Module, batch: Batch, last_unit: str, is_packed: bool, error: Exception) -> TraceError:
+    """The TraceError for an `error` of the forward. `last_unit` is the unit that ran before the error, or "".
+    `is_packed` is whether a unit has returned a PackedSequence."""
     after = f" after unit {last_unit}" if last_unit else ""
-    return TraceError(f"tracing {type(model).__name__} failed{after}: {summary(error)}. {_remedy(batch, error)}")
+    remedy = PACKED if is_packed else _remedy(batch, error)
+    return TraceError(f"tracing {type(model).__name__} failed{after}: {summary(error)}. {remedy}")
 
 
 def _remedy(batch: Batch, error: Exception) -> str:

@@ -33,7 +33,7 @@ from pipeshard.graph.rng import CheckpointSpans, Randomness, no_draw, python_sta
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Decision, Hidden, Input, Kept, Tag, Taint, Used, Value
-from pipeshard.graph.unit_outputs import answer, opened, refuse_packed
+from pipeshard.graph.unit_outputs import answer, opened
 from pipeshard.graph.units import CutPoint, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten, tree_tensors
 from pipeshard.replaced import replaced
@@ -139,12 +139,11 @@ class Tracer:
         except _SeenOutside:
             raise
         except Exception as error:  # of any type: raised by the model's code
-            for call in self.calls:
-                refuse_packed(self.model, call.unit, call.parts, error)
-            if isinstance(error, TraceError):
+            is_packed = "PackedSequence" in str([call.parts for call in self.calls])
+            if isinstance(error, TraceError) and not is_packed:
                 raise
             last_unit = self.calls[-1].unit if self.calls else ""
-            raise forward_error(self.model, batch, last_unit, error) from error
+            raise forward_error(self.model, batch, last_unit, is_packed, error) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
         with explained(

@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Size, Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
-from pipeshard.errors import TraceError, summary
+from pipeshard.errors import TraceError
 from pipeshard.graph.places import (
     MISSING,
     Path,
@@ -301,19 +300,6 @@ def listened(unit: nn.Module) -> list[str]:
 def flattened(result: Any, known: Mapping[int, Path]) -> tuple[list[Any], TreeSpec]:
     """The leaves and the tree of a unit's result, in the same form as in a trace."""
     return tree_flatten(opened(result, known))
-
-
-def refuse_packed(model: nn.Module, name: str, parts: Iterable[Part], error: Exception) -> None:
-    """Raise TraceError if the unit `name` has returned a PackedSequence: glue or the next unit then failed (`error`)
-    because only the unit's stage has the lengths of this sequence."""
-    if any(PackedSequence.__name__ in str(part.tree) for part in parts):
-        raise TraceError(
-            f"unit {name} ({type(model.get_submodule(name)).__name__}) returns a PackedSequence, and "
-            f"{type(model).__name__} reads the sequence's lengths outside the unit, but other stages do not have "
-            f"these lengths ({summary(error)}). Write a module that takes and returns padded tensors, and calls "
-            f"pack_padded_sequence, {name} and pad_packed_sequence(..., total_length=x.shape[1]) in its forward. "
-            f"Put this module into the nn.ModuleList in place of {name}"
-        ) from error
 
 
 def _tell(unit: nn.Module, path: str, result: Any) -> None:
