@@ -113,6 +113,28 @@ def test_integers_views_and_writes_in_place_carry_their_origin() -> None:
     assert Value(2, 0) in found["layers.2"]
 
 
+class Counting(nn.Linear):
+    """Returns the number of its tokens, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.shape[0] * x.shape[1]
+
+
+def test_a_product_of_sizes_that_a_unit_returns_is_right_for_all_sizes() -> None:
+    """Each length was traced again: the growth of the product by a token depends on the number of samples."""
+
+    class Counted(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            x, tokens = self.layers[0](x)
+            return x / tokens
+
+    model = Counted()
+    model.layers[0] = Counting(H, H)
+    flow = trace(model, batch())
+    deltas = flow.axes.deltas(read_batch(model, batch(rows=5, length=31)))
+    assert deltas is not None and flow.calls[1].leaves[1].at(deltas) == 5 * 31
+
+
 def test_values_written_in_place_are_noted() -> None:
     class InPlace(Glued):
         def body(self, x: Tensor) -> Tensor:
