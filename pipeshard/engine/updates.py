@@ -39,6 +39,7 @@ CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of fa
 COARSE = 4e-3  # the same for factors of gradients whose values are rounded by more than NEAR (bf16)
 CLEARED, GONE = "optimizer {} was cleared", "gradients of optimizer {} are gone"  # keys of `Told.dropped`
 PLAIN = (bool, int, float, str, type(None))
+Options = dict[tuple[int, int], dict[str, Any]]  # of each group, by the indices of its optimizer and of the group
 
 
 class Grouped(Protocol):
@@ -159,7 +160,7 @@ class Updates:
         self._is_used = False  # whether an update has used the current gradients
         self._has_hooks = False  # whether the optimizer of such an update has hooks, which may multiply its gradients
         self._tolerance = NEAR  # of factors, for the coarsest gradients that a loop or a hook has changed so far
-        self._stepped: Any = ()  # the options of the last update
+        self._stepped: Options = {}  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
         self._has_told = False
         self._kinds_found = set[str]()  # the kinds of findings so far: the first rank has logged them
@@ -258,7 +259,7 @@ class Updates:
         written = zlib.crc32(repr((self.found, self._numbers, self._drops, self._noise)).encode())
         return (used * ODD + now + written) % 2**BITS, OTHER if self._told is None else round(self._told * ONE)
 
-    def _digest_of(self, options: tuple[Any, ...]) -> int:
+    def _digest_of(self, options: Options) -> int:
         if options != self._digest[0]:
             self._digest = options, hash_of(repr(options))
         return self._digest[1]
@@ -268,18 +269,17 @@ class Updates:
         every = enumerate(reference() for reference in self.optimizers)
         return {number: optimizer for number, optimizer in every if optimizer is not None}
 
-    def _options(self) -> tuple[Any, ...]:
-        """The (optimizer index, group index, option name, value) of each option."""
-        found = []
-        for number, optimizer in self.in_use().items():
-            for k, (group, keys) in enumerate(zip(optimizer.optim.param_groups, optimizer.options)):
-                found += [(number, k, key, value) for key, value in options_of(group, keys).items()]
-        return tuple(found)
+    def _options(self) -> Options:
+        return {
+            (number, k): options_of(group, keys)
+            for number, optimizer in self.in_use().items()
+            for k, (group, keys) in enumerate(zip(optimizer.optim.param_groups, optimizer.options))
+        }
 
     def compare(self) -> None:
         """Raise UsageError on every rank if the ranks' updates differ from a single device's update, or warn if they
         may differ. Call it on all ranks."""
-        used, now = self._by_group(self._stepped), self._by_group(self._options())
+        used, now = self._titled(self._stepped), self._titled(self._options())
         lacking = {GONE.format(number) for number in self.in_use() if not self._graded.get(number)}
         dropped = tuple({key: each[key] for key in each if key not in lacking} for each in self._drops)
         own = used, now, self._told, self.found, self._numbers, dropped, self._noise, self._tolerance
@@ -324,17 +324,15 @@ class Updates:
                 if self.grid.first:
                     logger.warning("%s", found)
 
-    def _by_group(self, options: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
-        """Convert a result of `_options` to a dict of options for each group that has parameters on this rank."""
-        values: dict[tuple[int, int], dict[str, Any]] = {}
-        for number, k, key, value in options:
-            values.setdefault((number, k), {})[key] = value
+    def _titled(self, options: Options) -> dict[str, dict[str, Any]]:
+        """The options of the groups that have parameters on this rank, by a title that contains a digest of the names
+        in the group."""
         found: dict[str, dict[str, Any]] = {}
         for number, optimizer in self.in_use().items():
             for k, (group, names) in enumerate(zip(optimizer.optim.param_groups, optimizer.given)):
-                if group["params"] and (number, k) in values:
+                if group["params"] and (number, k) in options:
                     digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=8).hexdigest()
-                    found[f"group {k} of {type(optimizer.optim).__name__} {number}:{digest}"] = values[number, k]
+                    found[f"group {k} of {type(optimizer.optim).__name__} {number}:{digest}"] = options[number, k]
         return found
 
 
