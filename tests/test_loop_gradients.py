@@ -551,10 +551,6 @@ def within_a_window() -> str:
     engine, other = engine_of(), engine_of()
     for each in (engine, other):
         each.execute_pipeline(iter([data(0)]))
-    fails(engine, 5, 0, ValueError())  # before its first backward: nothing was added
-    for each in (engine, other):
-        each.execute_pipeline(iter([data(1)]))
-    assert all(map(torch.equal, gradients(engine), gradients(other)))
     fails(engine, 5, 1, ValueError())
     with pytest.raises(UsageError) as refused:
         engine.execute_pipeline(iter([data(2)]))
@@ -590,7 +586,3 @@ def test_gradients_that_no_optimizer_clears_do_not_refuse_a_step(pool: Pool) -> 
     """An optimizer had only the head's parameters, so the body's gradients were never cleared. After a failed step,
     every further step was refused, even after optimizer.zero_grad()."""
     pool.run(of_the_head, 1)
-
-
-def gradients(engine: Engine) -> list[Tensor]:
-    return [p.grad.clone() for p in engine.model.parameters() if p.grad is not None]

@@ -9,7 +9,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.updates import Updates
 from pipeshard.errors import ConfigurationError, UsageError, listed
 from pipeshard.ghost import Ghost
-from pipeshard.graph.foreign import NO_GRADIENT, state_of_gradient
 from pipeshard.graph.writes import stored
 from pipeshard.options import LEAST_SCALE
 from pipeshard.private import foreach_mul_, foreach_norm
@@ -82,7 +81,7 @@ class ModelGradients:
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
-        self._mixed: list[Tensor] = []  # tensors whose gradients include parts of a failed step
+        self._mixed: list[Tensor] = []  # tensors whose gradients may include parts of a failed step
         self.parts: list[list[nn.Parameter]] = []
         self._trains_all = False  # whether `trained` contains all parameters on every rank, if the ranks have compared
 
@@ -142,28 +141,24 @@ class ModelGradients:
         """Context manager for the actions of a step in one process. If an action fails, the gradients of parameters and
         `foreign` tensors that had no gradient before the step are discarded. If a trained parameter had a gradient, the
         failed step's part cannot be removed: steps and updates raise UsageError until the gradient is cleared."""
-        before = {leaf: state_of_gradient(leaf) for leaf in (*self._holders, *foreign)}
-        with ExitStack() as failing:
-            failing.callback(self._discard, before)
+        fresh = [leaf for leaf in (*self._holders, *foreign) if leaf.grad is None]
+        try:
             yield
-            failing.pop_all()
-
-    def _discard(self, before: Mapping[Tensor, tuple[int, int]]) -> None:
-        changed = [leaf for leaf, state in before.items() if state_of_gradient(leaf) != state]
-        names = self.names_of(changed)
-        for leaf in changed:
-            if before[leaf] == NO_GRADIENT:
+        except BaseException:
+            for leaf in fresh:
                 leaf.grad = None
-            elif names.get(leaf) in self.trained:  # no update uses the gradients of other tensors
-                self._mixed.append(leaf)
+            trained = [weight.parameter for name, weight in self.weights.items() if name in self.trained]
+            self._mixed = [parameter for parameter in trained if parameter.grad is not None]
+            raise
 
     def _refuse_mixed(self) -> None:
-        """Raise UsageError if gradients of a failed step were added to earlier gradients and have not been cleared."""
+        """Raise UsageError if gradients of a failed step may have been added to earlier gradients, which have not been
+        cleared."""
         mixed = [p for p in self._mixed if p.grad is not None and bool(stored(p.grad).any())]
         if mixed:
             raise UsageError(
-                "the last training step failed, but some of its microbatches had already added gradients to the "
-                f"gradients of earlier steps (parameters: {listed([*self.names_of(mixed).values()], 3)}): call "
+                "the last training step failed, but some of its microbatches may have added gradients to the gradients "
+                f"of earlier steps (parameters: {listed([*self.names_of(mixed).values()], 3)}): call "
                 "optimizer.zero_grad() or model.zero_grad(), then repeat all steps of this accumulation window"
             )
         self._mixed = []

@@ -63,9 +63,9 @@ def _places(criterion: Callable[..., Any] | None) -> dict[int, str]:
 def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
     """Context manager that raises ConfigurationError on exit if a tensor of `foreign` (by place) has received a
     gradient."""
-    before = {place: state_of_gradient(leaf) for place, leaf in foreign.items()}
+    before = {place: _state_of_gradient(leaf) for place, leaf in foreign.items()}
     yield
-    graded = sorted(place for place, leaf in foreign.items() if state_of_gradient(leaf) != before[place])
+    graded = sorted(place for place, leaf in foreign.items() if _state_of_gradient(leaf) != before[place])
     if graded:
         raise ConfigurationError(
             f"the forward trains {graded[0]}, which is not one of the model's parameters, so each rank has only its "
@@ -74,9 +74,6 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
         )
 
 
-NO_GRADIENT = id(None), -1
-
-
-def state_of_gradient(leaf: Tensor) -> tuple[int, int]:
+def _state_of_gradient(leaf: Tensor) -> tuple[int, int] | None:
     """A value that changes when a gradient is accumulated into `leaf`."""
-    return NO_GRADIENT if leaf.grad is None else (id(leaf.grad), leaf.grad._version)
+    return None if leaf.grad is None else (id(leaf.grad), leaf.grad._version)
