@@ -39,6 +39,7 @@ from torch.utils._pytree import (
     tree_leaves,
     tree_map,
     tree_map_only,
+    tree_map_with_path,
     tree_unflatten,
 )
 

@@ -220,6 +220,8 @@ def test_trees_come_back() -> None:
     leaves, spec = private.tree_flatten(tree)
     assert leaves == private.tree_leaves(tree) and private.tree_unflatten(leaves, spec) == tree
     assert private.tree_map_only(int, lambda x: -x, tree) == {"a": [-1, (-2, None)], "b": -3}
+    paths = private.tree_map_with_path(lambda path, _: private.keystr(path), tree)
+    assert paths == {"a": ["['a'][0]", ("['a'][1][0]", "['a'][1][1]")], "b": "['b']"}
 
 
 def test_flash_on_the_cpu_gives_the_logsumexp_that_its_backward_takes() -> None:

@@ -7,7 +7,7 @@ by name, the states of all ranks form one checkpoint that any number of stages, 
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ from pipeshard.distributed.collectives import (
 from pipeshard.engine.groups import is_compared
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, listed
+from pipeshard.private import keystr, tree_map_with_path
 
 logger = logging.getLogger("pipeshard")
 
@@ -40,14 +41,15 @@ OPTIMIZER_FORMAT = "pipeshard optimizer 2"
 # The previous format: single files are the same, but folders use another torch.distributed.checkpoint layout.
 OLDER = "pipeshard optimizer 1"
 VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
-INSIDE = "::"  # joins the key of a nested dict (as in bitsandbytes states) or sequence, and a key in it
-SEQUENCES: dict[type, str] = {list: "[{}]", tuple: "({})"}  # the keys of tensors in sequences (Shampoo, SOAP)
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
 # value; "shared": key -> value, the states that belong to no parameter and are the same on every rank (a step counter);
 # "extra": key -> value, the further entries of the optimizer's own state_dict(), also the same on every rank.
 # In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
+# A parameter's name and the key of a tensor among its states. In a nested dict, list or tuple (bitsandbytes, SOAP), the
+# key continues with the keys inside: "Q['left'][0]".
+Place: TypeAlias = tuple[str, str]
 # copies of the contents of the files that a rank writes to an optimizer's folder, and the folder's description (None
 # except on the first rank)
 OptimizerPart: TypeAlias = tuple[list[FileContent], Content | None]
@@ -58,53 +60,28 @@ ENTRIES = "state", "param_groups"  # of a state_dict() with torch's layout
 ALIKE = "shared", "extra"  # the parts of a Content whose values are the same on every rank
 
 
-def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
-    """A copy of `states` in which `convert(parameter name, tensor)` replaces each tensor."""
+def converted(states: States, convert: Callable[[Place, Tensor], Any]) -> States:
+    """A copy of `states` in which `convert(place, tensor)` replaces each tensor, also in nested states."""
+
+    def replaced(name: str, key: str, path: Any, value: Any) -> Any:
+        return convert((name, key + keystr(path)), value) if isinstance(value, Tensor) else value
+
     return {
-        name: {key: convert(name, value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        name: {
+            key: tree_map_with_path(partial(replaced, name, key), value, is_leaf=_is_leaf)
+            for key, value in values.items()
+        }
         for name, values in states.items()
     }
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a parameter, with nested dicts and sequences of tensors flattened to entries with joined keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        inside = _flat(_entries(value))
-        flat |= {_inside(key, inner): each for inner, each in inside.items()} if inside else {key: value}
-    return flat
+def _is_leaf(value: Any) -> bool:
+    is_dict = type(value) is dict and all(type(key) is str for key in value)
+    return not is_dict and type(value) not in (list, tuple)
 
 
-def _entries(value: Any) -> Mapping[str, Any]:
-    """The entries of a nested dict, or of a list or tuple that contains tensors; empty for any other value."""
-    if isinstance(value, dict):
-        return value if all(isinstance(inner, str) for inner in value) else {}
-    key = SEQUENCES.get(type(value))
-    if key is None or not any(isinstance(each, Tensor) or _entries(each) for each in value):
-        return {}
-    return {key.format(place): each for place, each in enumerate(value)}
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_flat`."""
-    values: dict[str, Any] = {}
-    inside: dict[str, dict[str, Any]] = {}
-    for joined, value in flat.items():
-        key, *inner = joined.split(INSIDE, 1)
-        if inner:
-            inside.setdefault(key, {})[inner[0]] = value
-        else:
-            values[key] = value
-    return values | {key: _in_sequence(_nested(inner)) for key, inner in inside.items()}
-
-
-def _in_sequence(values: dict[str, Any]) -> Any:
-    """The list or tuple with these `_entries`, or `values` if they are the entries of a dict."""
-    for kind, key in SEQUENCES.items():
-        keys = [key.format(place) for place in range(len(values))]
-        if values.keys() == {*keys}:
-            return kind(values[key] for key in keys)
-    return values
+def _meta(_: Any, tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -128,7 +105,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     _refuse_other_layouts(optimizer, packed)
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
-    states = {name: _flat(packed["state"].get(number, {})) for number, name in names.items()}
+    states = {name: dict(packed["state"].get(number, {})) for number, name in names.items()}
     shared = {key: value for key, value in packed["state"].items() if key not in names}
     extra = {key: value for key, value in packed.items() if key not in ENTRIES}
     if unnamed := [key for key in (*shared, *extra) if not isinstance(key, str)]:
@@ -143,10 +120,20 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     def readable(value: Any, what: str) -> Any:
         return plain(value, f"{what} of {type(optimizer.optim).__name__}", f", or {ONLY_MODEL}")
 
-    def as_parameter(name: str, value: Tensor) -> Tensor:
-        parameter = weights[name].parameter
+    tensors = _state_tensors(states)
+
+    def as_parameter(place: Place, tensor: Tensor) -> Tensor:
+        value, parameter = tensors.get(place, tensor), weights[place[0]].parameter
         return like(value, parameter) if value.shape == local(parameter).shape else value
 
+    described = {
+        name: {
+            key: value if isinstance(value, Tensor) else readable(value, f"state {key!r} of {name}")
+            for key, value in values.items()
+        }
+        for name, values in converted(states, _meta).items()
+        if values
+    }
     return {
         "format": OPTIMIZER_FORMAT,
         "parameters": {name: like(weights[name].master.detach(), weights[name].parameter) for name in states},
@@ -159,14 +146,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
             | {"params": [names[number] for number in group["params"]]}
             for k, group in enumerate(packed["param_groups"])
         ],
-        "state": {
-            name: {
-                key: value if isinstance(value, Tensor) else readable(value, f"state {key!r} of {name}")
-                for key, value in values.items()
-            }
-            for name, values in converted(states, as_parameter).items()
-            if values
-        },
+        "state": converted(described, as_parameter),
         "shared": {key: readable(value, f"state {key!r}") for key, value in shared.items()},
         "extra": {key: readable(value, f"{key!r} in the state_dict()") for key, value in extra.items()},
     }
@@ -193,12 +173,8 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 def on_meta(content: Content) -> Content:
     """The `content` with the tensors of its parameters and their states on meta. This form is exchanged between ranks,
     and stored as a folder's description."""
-
-    def meta(_: str, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    (parameters,) = converted({"": content["parameters"]}, meta).values()
-    return content | {"parameters": parameters, "state": converted(content["state"], meta)}
+    (parameters,) = converted({"": content["parameters"]}, _meta).values()
+    return content | {"parameters": parameters, "state": converted(content["state"], _meta)}
 
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
@@ -277,18 +253,16 @@ def content_flaw(content: Content, described: bool) -> str:
     for name, values in states.items():
         if not _by_name(values, object):
             return f"the state of {name} is not a dict with string keys"
-        if any(outer in values for key in values for outer in accumulate(key.split(INSIDE)[:-1], _inside)):
-            return f"a key in the state of {name} is a prefix of another key"
-        for key, value in values.items():
-            if isinstance(value, Tensor) and not (value.is_meta if described else has_content(value)):
-                return f"{key} of {name} is {'stored in the description' if described else 'without values'}"
+        if old := [key for key in values if "::" in key]:
+            return f"{old[0]} of {name} has the name that an earlier version gave to a tensor in a list or dict"
+        for (_, key), tensor in _state_tensors({name: values}).items():
+            if described and not tensor.is_meta:
+                return f"{key} of {name} is stored in the description, as 0.2.0 stored tensors in a list or dict"
+            if not described and not has_content(tensor):
+                return f"{key} of {name} is without values"
         if VALUE in values and getattr(values[VALUE], "shape", None) != parameters[name].shape:
             return f"{VALUE} of {name} does not have the parameter's shape"
     return ""
-
-
-def _inside(outer: str, inner: str) -> str:
-    return f"{outer}{INSIDE}{inner}"
 
 
 def _by_name(values: Any, kind: type) -> bool:
@@ -322,9 +296,10 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
         with together(boosted.group), writes(parts[rank]):
             torch.save({place: _compact(tensor) for place, tensor in written.items()}, parts[rank])
         if rank == 0:
+            tensors: dict[Place, Tensor] = {}
             for part in parts:
-                for (name, key), tensor in load_plain(part, "a part of an optimizer state", "save again").items():
-                    description["state"][name][key] = tensor
+                tensors |= load_plain(part, "a part of an optimizer state", "save again")
+            description["state"] = converted(description["state"], lambda place, _: tensors[place])
             with writes(target):
                 torch.save(description, folder / target.name)
 
@@ -358,9 +333,8 @@ def _described(boosted: PipelineOptimizer) -> tuple[Content, Content]:
     return content, on_meta(content)
 
 
-def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
-    """Gather the description of all ranks' states. Returns the description, and the tensors that this rank writes, by
-    (parameter name, key)."""
+def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[Place, Tensor]]:
+    """Gather the description of all ranks' states. Returns the description, and the tensors that this rank writes."""
     content, own = _described(boosted)
     description, owners = merged(gather_objects(own, boosted.group))
     rank = boosted.group.rank()
@@ -445,13 +419,19 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _state_tensors(states: States) -> dict[tuple[str, str], Tensor]:
-    """The tensors in `states`, by (parameter name, key)."""
-    places = {(name, key): value for name, values in states.items() for key, value in values.items()}
-    return {place: value for place, value in places.items() if isinstance(value, Tensor)}
+def _state_tensors(states: States) -> dict[Place, Tensor]:
+    """The tensors in `states`. Raises CheckpointError if two have the same place ("Q[0]", and a list "Q")."""
+    tensors: dict[Place, Tensor] = {}
+
+    def add(place: Place, tensor: Tensor) -> None:
+        if tensors.setdefault(place, tensor) is not tensor:
+            raise CheckpointError(f"two tensors in the state of {place[0]} have the name {place[1]}: use other keys")
+
+    converted(states, add)
+    return tensors
 
 
-def _in_files(tensors: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
+def _in_files(tensors: Mapping[Place, Tensor]) -> dict[str, Tensor]:
     return {f"state.{name}.{key}": tensor for (name, key), tensor in tensors.items()}
 
 
@@ -500,15 +480,16 @@ def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, 
     states = {name: values for name, values in content["state"].items() if name in names}
     parameters = {name: optimizer.weights[name].parameter for name in states}
 
-    def blank(name: str, tensor: Tensor) -> Tensor:
+    def blank(place: Place, tensor: Tensor) -> Tensor:
         """A zero-filled tensor to read into: this rank's shard or, without contiguous shards, the full tensor."""
-        parameter = parameters[name]
+        parameter = parameters[place[0]]
         if tensor.shape != parameter.shape or not isinstance(parameter, DTensor) or is_packed(parameter):
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         part = torch.zeros(local(parameter).shape, dtype=tensor.dtype, device=parameter.device)
         return like(part, parameter)
 
-    def part(name: str, tensor: Tensor) -> Tensor:
+    def part(place: Place, tensor: Tensor) -> Tensor:
+        name = place[0]
         if isinstance(tensor, DTensor):
             return local(tensor)
         sliced = slice_like(tensor, parameters[name]) if tensor.shape == parameters[name].shape else tensor
@@ -533,14 +514,16 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
         {**saved, "params": group["params"]}
         for saved, group in zip(content["param_groups"], packed["param_groups"], strict=True)
     ]
-    state: dict[Any, Any] = {number: _nested(states[name]) for number, name, _ in parameters if states.get(name)}
+    state: dict[Any, Any] = {number: states[name] for number, name, _ in parameters if states.get(name)}
     shared, extra = (copy.deepcopy(content.get(part, {})) for part in ALIKE)  # load_state_dict does not copy these
+    tensors = _state_tensors(states)
     optimizer.optim.load_state_dict({**packed, **extra, "state": state | shared, "param_groups": groups})
+
+    def as_saved(place: Place, value: Tensor) -> Tensor:
+        saved = tensors.get(place, value)
+        return value if value.dtype == saved.dtype else saved.to(value.device)
+
     for _, name, parameter in parameters:  # torch casts states to the parameter's dtype: restore the saved dtypes
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):
-            loaded = _flat(optimizer.optim.state[parameter])
-            for key, value in loaded.items():
-                saved = states[name].get(key)
-                if isinstance(value, Tensor) and isinstance(saved, Tensor) and value.dtype != saved.dtype:
-                    loaded[key] = saved.to(value.device)
-            optimizer.optim.state[parameter].update(_nested(loaded))
+            values = optimizer.optim.state[parameter]
+            values.update(converted({name: values}, as_saved)[name])

@@ -466,6 +466,8 @@ def test_a_description_that_is_none_is_refused() -> None:
         ("state", {"v": {}}, "its state is not a dict of dicts, or belongs to unknown parameters"),
         ("state", {"w": {3: 3}}, "the state of w is not a dict with string keys"),
         ("state", {"w": {"step": torch.zeros(())}}, "step of w is stored in the description"),
+        ("state", {"w": {"Q": {"left": [torch.zeros(2)]}}}, "Q['left'][0] of w is stored in the description, as 0.2.0"),
+        ("state", {"w": {"Q::left::[0]": meta}}, "Q::left::[0] of w has the name that an earlier version gave"),
         (
             "state",
             {"w": {VALUE: torch.empty(4, device="meta")}},
@@ -474,3 +476,9 @@ def test_a_description_that_is_none_is_refused() -> None:
         ("state", {"w": {VALUE: 3}}, "pipeshard.value of w does not have the parameter's shape"),
     ):
         assert what in content_flaw({**good, part: value}, described=True), (part, value)
+    of_file = {"w": {"Q": {"left": [torch.zeros(2)]}}}  # also of version 0.2.0
+    assert content_flaw({**good, "state": of_file}, described=False) == ""
+    twice = {"w": {"Q": [meta], "Q[0]": torch.empty(2, device="meta")}}
+    refused(
+        lambda: content_flaw({**good, "state": twice}, described=True), "two tensors in the state of w have the name"
+    )
