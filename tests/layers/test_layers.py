@@ -24,6 +24,7 @@ from pipeshard.batch.read import read_batch
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.split.ties import Ownership, names_of
 from tests.checkpoint.test_sequential import sequential
+from tests.hooks import register_unseen
 from tests.pool import Pool, WorkerError
 from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
 
@@ -306,7 +307,7 @@ def recomputed(interval: int, classes: list[str] | None = None, **options: Any) 
     for unit in policy.get_held_layers():
         for inner in unit.modules():
             if isinstance(inner, nn.LayerNorm):
-                inner.register_forward_pre_hook(lambda *_: runs.append(1))
+                register_unseen(inner, lambda *_: runs.append(1))
     split.backward(batch())
     return len(runs)
 
