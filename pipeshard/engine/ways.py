@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.distributed.collectives import CPU, gather_objects
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Wanted
-from pipeshard.graph.places import PLAIN, format_path
+from pipeshard.graph.places import format_path, is_constant
 from pipeshard.graph.shapes import Count, TensorSpec, blank_state, has_values
 from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy
@@ -68,7 +67,7 @@ def _constants_at(call: Call, numbers: Iterable[int]) -> list[tuple[int, Any]]:
 
 
 def _is_constant(leaf: Any) -> bool:
-    return isinstance(leaf, (*PLAIN, Count)) and not isinstance(leaf, torch.device)
+    return isinstance(leaf, Count) or is_constant(leaf)
 
 
 def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
@@ -137,10 +136,9 @@ def _attributes_of(way: Way, stages: Sequence[int]) -> Iterator[Line]:
                 what = f"{format_path(place[1:])}, which unit {call.unit} (call {index}) leaves,"
                 yield Line(what, ", ".join(values), is_left=True)
     left = {(call.unit, part.source.place) for call in flow.calls for part in call.parts}
-    for unit, place, _, text in flow.observed:
-        if text:
-            what = f"{format_path(place[1:])}, which unit {unit} may change,"
-            yield Line(what, f"is {text}", is_left=(unit, place) in left)
+    for unit, place, text in flow.numbers:
+        what = f"{format_path(place[1:])}, which unit {unit} may change,"
+        yield Line(what, f"is {text}", is_left=(unit, place) in left)
 
 
 def _is_value(constant: Any, deltas: tuple[int, ...]) -> str:

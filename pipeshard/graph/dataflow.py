@@ -93,13 +93,12 @@ class Call:
 
 
 class Observed(NamedTuple):
-    """A value of a module that `unit` reaches, if other code reads it. `place` is its path from the unit, `readers` are
-    the calls of other units that read it, with -1 for glue and the criterion, and `text` is a plain value as text."""
+    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is its path from the
+    unit, and `readers` are the calls of other units that read it, with -1 for glue and the criterion."""
 
     unit: str
     place: Path
     readers: frozenset[int]
-    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,8 @@ class Dataflow:
     running when glue branched, and that could be units. `differentiated` are the values that receive a gradient of the
     loss through glue alone. `counts_results` is True if the criterion returns a count that depends on unit results.
     `opaque` has the name ("" for the output itself) and the class of each object in the model's output that contains
-    tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of units that other code reads.
+    tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of units that other code reads, and
+    `numbers` the constants in such attributes of the valued units, as (unit, place, text).
     """
 
     calls: tuple[Call, ...]
@@ -191,6 +191,7 @@ class Dataflow:
     counts_results: bool = False
     opaque: tuple[tuple[str, str], ...] = ()
     observed: tuple[Observed, ...] = ()
+    numbers: tuple[tuple[str, Path, str], ...] = ()
 
     @property
     def count(self) -> Question | None:

@@ -78,6 +78,11 @@ def is_comparable(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
+def is_constant(value: Any) -> bool:
+    """Whether the value is plain and the same on all ranks, whose devices differ."""
+    return isinstance(value, PLAIN) and not isinstance(value, torch.device)
+
+
 def is_same(a: Any, b: Any) -> bool:
     """Whether these are one object, equal plain values, or the same method of one object: each read of a method creates
     another object."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeshard.graph.dataflow import Call, Observed
 from pipeshard.graph.kinds import Kind, Settings
-from pipeshard.graph.places import MISSING, Path, PathStep, is_comparable, names_in, names_stored_in
+from pipeshard.graph.places import MISSING, Path, PathStep, is_comparable, is_constant, names_in, names_stored_in
 from pipeshard.graph.snapshot import is_mentioned, noting_reads
 from pipeshard.replaced import replaced
 
@@ -51,7 +51,7 @@ class Readers:
 
     def observed(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
         """The attributes that other code reads, of the modules that each unit reaches: attributes in which the unit
-        leaves a value in one of `calls`, and all plain values in attributes of the unit's own modules."""
+        leaves a value in one of `calls`, and all attributes of the unit's own modules with plain values."""
         left = {(call.unit, part.source.place) for call in calls for part in call.parts}
         for unit in dict.fromkeys(call.unit for call in calls):
             reached = settings[unit].modules
@@ -59,11 +59,19 @@ class Readers:
                 module, path = reached[address]
                 for name, readers in self._readers[address].items():
                     place = (*path, PathStep("attr", name))
-                    value = inspect.getattr_static(module, name, MISSING) if name not in OF_MODULES else MISSING
-                    plain = dict(_plain_places(place, value)) if address in settings[unit].own else {}
-                    for each in plain if (unit, place) not in left else {place: None} | plain:
-                        yield Observed(unit, each, frozenset(readers), plain.get(each, ""))
+                    is_plain = name not in OF_MODULES and is_comparable(inspect.getattr_static(module, name, MISSING))
+                    if (unit, place) in left or (is_plain and address in settings[unit].own):
+                        yield Observed(unit, place, frozenset(readers))
         yield from self._observed_in_objects(calls, settings)
+
+    def numbers(self, valued: Iterable[str], settings: Mapping[str, Settings]) -> Iterator[tuple[str, Path, str]]:
+        """The constants that the units in `valued` now have in attributes that other code reads, also inside dicts and
+        lists. Each is given by the unit, the place and the value as text."""
+        for unit in valued:
+            for module, path in settings[unit].modules.values():
+                for name in self._readers[id(module)].keys() - OF_MODULES if id(module) in settings[unit].own else ():
+                    for place, text in _as_text((*path, PathStep("attr", name)), vars(module).get(name)):
+                        yield unit, place, text
 
     def _observed_in_objects(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
         """The places with plain values, in objects that several units reach, to which a unit's code may write and that
@@ -88,13 +96,13 @@ class Readers:
                         yield Observed(unit, place, frozenset(readers))
 
 
-def _plain_places(place: Path, value: Any) -> Iterator[tuple[Path, str]]:
-    """The place if its value is plain or a list of plain values, or the entries of a dict that are plain, each with the
+def _as_text(place: Path, value: Any) -> Iterator[tuple[Path, str]]:
+    """The place if its value is a constant or a list of constants, or the entries of a dict that are, each with the
     value as text."""
     if type(value) is dict:
         for key, entry in value.items():
-            yield from ((each, text) for each, text in _plain_places((*place, PathStep("item", key)), entry))
-    elif is_comparable(value) or (type(value) is list and all(map(is_comparable, value))):
+            yield from _as_text((*place, PathStep("item", key)), entry)
+    elif is_constant(value) or (type(value) is list and all(map(is_constant, value))):
         yield place, f"{value!r:.80}"
 
 

@@ -212,6 +212,7 @@ class Tracer:
             valued=frozenset(self.kinds.valued),
             counts_results=self.counts_results,
             observed=tuple(self.readers.observed(self.calls, self.kinds.settings)),
+            numbers=tuple(self.readers.numbers(self.kinds.valued, self.kinds.settings)),
             opaque=tuple((name, type(leaf).__name__) for name, leaf in others if tree_tensors(opened(leaf))),
         )
 

@@ -339,7 +339,7 @@ def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[
     that the call leaves there, or None."""
     call = flow.calls[index]
     left = {part.source.place: numbers for part, numbers in call.answered}
-    for unit, place, readers, _ in flow.observed:
+    for unit, place, readers in flow.observed:
         is_far = any(reader < 0 or stages[reader] != stages[index] for reader in readers)
         numbers = left.get(place)
         is_plain = all(isinstance(call.leaves[k], (*PLAIN, Count)) for k in numbers or ())
