@@ -180,7 +180,7 @@ def test_any_header_is_read_or_refused(tmp_path: Path, header: dict[str, Any], b
     text = json.dumps(header).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(max(0, len(text) + (off if off % 4 == 1 else 0)).to_bytes(8, "little") + text + bytes(body))
-    only_named(lambda: [source.Source(file).read(key) for key in source.Source(file).shapes])
+    only_named(lambda: [source.StoredTensors(file).read(key) for key in source.StoredTensors(file).shapes])
 
 
 @few
@@ -188,7 +188,7 @@ def test_any_header_is_read_or_refused(tmp_path: Path, header: dict[str, Any], b
 def test_any_index_is_read_or_refused(tmp_path: Path, weight_map: Any, metadata: Any) -> None:
     file = tmp_path / "model.safetensors.index.json"
     file.write_text(json.dumps({"weight_map": weight_map, "metadata": metadata}))
-    only_named(lambda: source.Source(tmp_path))
+    only_named(lambda: source.StoredTensors(tmp_path))
 
 
 @few

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import existing, together
-from pipeshard.checkpoint.safetensors_files import Source, StoredRows
+from pipeshard.checkpoint.safetensors_files import StoredRows, StoredTensors
 from pipeshard.distributed.collectives import gather_objects, laid_out
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.model import PipelineModel
@@ -153,7 +153,7 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     with together(pipeline.grid.world):
         if draw_missing and not has_adapters(model):
             refuse_ignored_adapters(model, path)
-        source = Source(existing(path), without_adapters(model)[1] if draw_missing else model)
+        source = StoredTensors(existing(path), without_adapters(model)[1] if draw_missing else model)
         updated = pipeline.gradients.updated
         plan = _Plan(model, source, pipeline.holdings, updated, of_base=draw_missing, blank=pipeline.blank)
         plan.refuse(lists=strict and not draw_missing)
@@ -206,7 +206,7 @@ class _Plan:
     def __init__(
         self,
         model: nn.Module,
-        source: Source,
+        source: StoredTensors,
         holdings: HeldParameters,
         updated: Mapping[str, MasterWeight],
         of_base: bool,

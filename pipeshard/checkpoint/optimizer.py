@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeshard.checkpoint.files import existing, new_file, new_folder, together, writes
-from pipeshard.checkpoint.safetensors_files import OWN, check_shards, contents, read_shards, write_files
-from pipeshard.checkpoint.safetensors_files import Content as FileContent
+from pipeshard.checkpoint.safetensors_files import OWN, FileContent, check_shards, contents, read_shards, write_files
 from pipeshard.checkpoint.untrusted import has_content, load_plain, plain
 from pipeshard.distributed.collectives import (
     encode,
@@ -46,10 +45,10 @@ VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its state
 # "extra": key -> value, the further entries of the optimizer's own state_dict(), also the same on every rank.
 # In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
-States: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
+ParameterStates: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
 # A parameter's name and the key of a tensor among its states. In a nested dict, list or tuple (bitsandbytes, SOAP), the
 # key continues with the keys inside: "Q['left'][0]".
-Place: TypeAlias = tuple[str, str]
+StateKey: TypeAlias = tuple[str, str]
 # copies of the contents of the files that a rank writes to an optimizer's folder, and the folder's description (None
 # except on the first rank)
 OptimizerPart: TypeAlias = tuple[list[FileContent], Content | None]
@@ -60,7 +59,7 @@ ENTRIES = "state", "param_groups"  # of a state_dict() with torch's layout
 ALIKE = "shared", "extra"  # the parts of a Content whose values are the same on every rank
 
 
-def converted(states: States, convert: Callable[[Place, Tensor], Any]) -> States:
+def converted(states: ParameterStates, convert: Callable[[StateKey, Tensor], Any]) -> ParameterStates:
     """A copy of `states` in which `convert(place, tensor)` replaces each tensor, also in nested states."""
 
     def replaced(name: str, key: str, path: Any, value: Any) -> Any:
@@ -122,7 +121,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
 
     tensors = _state_tensors(states)
 
-    def as_parameter(place: Place, tensor: Tensor) -> Tensor:
+    def as_parameter(place: StateKey, tensor: Tensor) -> Tensor:
         value, parameter = tensors.get(place, tensor), weights[place[0]].parameter
         return like(value, parameter) if value.shape == local(parameter).shape else value
 
@@ -296,7 +295,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
         with together(boosted.group), writes(parts[rank]):
             torch.save({place: _compact(tensor) for place, tensor in written.items()}, parts[rank])
         if rank == 0:
-            tensors: dict[Place, Tensor] = {}
+            tensors: dict[StateKey, Tensor] = {}
             for part in parts:
                 tensors |= load_plain(part, "a part of an optimizer state", "save again")
             description["state"] = converted(description["state"], lambda place, _: tensors[place])
@@ -333,7 +332,7 @@ def _described(boosted: PipelineOptimizer) -> tuple[Content, Content]:
     return content, on_meta(content)
 
 
-def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[Place, Tensor]]:
+def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[StateKey, Tensor]]:
     """Gather the description of all ranks' states. Returns the description, and the tensors that this rank writes."""
     content, own = _described(boosted)
     description, owners = merged(gather_objects(own, boosted.group))
@@ -371,7 +370,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     boosted.gradients.settle()  # with ZeRO, each replica has loaded only the values of its own weights
 
 
-def _keep_loaded_weights(optimizer: PipelineOptimizer, states: States, checkpoint: str | Path) -> None:
+def _keep_loaded_weights(optimizer: PipelineOptimizer, states: ParameterStates, checkpoint: str | Path) -> None:
     """If the model's loaded weights are not those that were saved with the optimizer, remove their fp32 values from
     `states`, with a warning. The result is the same as if the optimizer had been loaded before the model. Call it on
     all ranks."""
@@ -402,7 +401,7 @@ def boosted_optimizer(optimizer: Optimizer) -> PipelineOptimizer:
     return optimizer
 
 
-def _refuse_wrappers(states: States) -> None:
+def _refuse_wrappers(states: ParameterStates) -> None:
     """Raise CheckpointError for states of tensor classes that wrap several tensors, which files cannot contain."""
     for (name, key), tensor in _state_tensors(states).items():
         if hasattr(local(tensor), "__tensor_flatten__"):
@@ -419,11 +418,11 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _state_tensors(states: States) -> dict[Place, Tensor]:
+def _state_tensors(states: ParameterStates) -> dict[StateKey, Tensor]:
     """The tensors in `states`. Raises CheckpointError if two have the same place ("Q[0]", and a list "Q")."""
-    tensors: dict[Place, Tensor] = {}
+    tensors: dict[StateKey, Tensor] = {}
 
-    def add(place: Place, tensor: Tensor) -> None:
+    def add(place: StateKey, tensor: Tensor) -> None:
         if tensors.setdefault(place, tensor) is not tensor:
             raise CheckpointError(f"two tensors in the state of {place[0]} have the name {place[1]}: use other keys")
 
@@ -431,7 +430,7 @@ def _state_tensors(states: States) -> dict[Place, Tensor]:
     return tensors
 
 
-def _in_files(tensors: Mapping[Place, Tensor]) -> dict[str, Tensor]:
+def _in_files(tensors: Mapping[StateKey, Tensor]) -> dict[str, Tensor]:
     return {f"state.{name}.{key}": tensor for (name, key), tensor in tensors.items()}
 
 
@@ -474,13 +473,15 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
         yield f"{name} is unexpected"
 
 
-def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
+def _saved_states(
+    optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]
+) -> ParameterStates:
     """Read this rank's shards of the saved states of these parameters. The returned tensors do not share memory with a
     memory-mapped file."""
     states = {name: values for name, values in content["state"].items() if name in names}
     parameters = {name: optimizer.weights[name].parameter for name in states}
 
-    def blank(place: Place, tensor: Tensor) -> Tensor:
+    def blank(place: StateKey, tensor: Tensor) -> Tensor:
         """A zero-filled tensor to read into: this rank's shard or, without contiguous shards, the full tensor."""
         parameter = parameters[place[0]]
         if tensor.shape != parameter.shape or not isinstance(parameter, DTensor) or is_packed(parameter):
@@ -488,7 +489,7 @@ def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, 
         part = torch.zeros(local(parameter).shape, dtype=tensor.dtype, device=parameter.device)
         return like(part, parameter)
 
-    def part(place: Place, tensor: Tensor) -> Tensor:
+    def part(place: StateKey, tensor: Tensor) -> Tensor:
         name = place[0]
         if isinstance(tensor, DTensor):
             return local(tensor)
@@ -503,7 +504,7 @@ def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, 
     return converted(states, part)
 
 
-def _restore_states(optimizer: PipelineOptimizer, content: Content, states: States) -> None:
+def _restore_states(optimizer: PipelineOptimizer, content: Content, states: ParameterStates) -> None:
     optimizer.complete(optimizer.weights[name] for name, values in states.items() if VALUE in values)
     for name, values in states.items():
         if VALUE in values:
@@ -519,7 +520,7 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
     tensors = _state_tensors(states)
     optimizer.optim.load_state_dict({**packed, **extra, "state": state | shared, "param_groups": groups})
 
-    def as_saved(place: Place, value: Tensor) -> Tensor:
+    def as_saved(place: StateKey, value: Tensor) -> Tensor:
         saved = tensors.get(place, value)
         return value if value.dtype == saved.dtype else saved.to(value.device)
 

@@ -46,7 +46,7 @@ SCALES = "absmax", "quant_map", "quant_state.", "nested_absmax", "nested_quant_m
 FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
-class Source:
+class StoredTensors:
     """The tensors of a checkpoint. `shapes` contains the shape of each key, `read` returns a key's tensor, and `rows`
     returns a matrix whose rows are read when the matrix is sliced. `bytes_read` counts the bytes read by `read` and
     `rows`. `scales` maps the key of each quantized weight to the keys of its scales, by their suffixes; `shapes` omits
@@ -327,10 +327,10 @@ LARGEST_FILE = 1 << 30  # the maximum bytes per file, and therefore per copy; a 
 
 
 OWN = "rank-?????-?????.safetensors"  # the pattern of the names of the files that ranks write
-Content = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: copies of tensors, and metadata
+FileContent = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: copies of tensors, and metadata
 
 
-def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
+def contents(tensors: Mapping[str, Tensor]) -> Iterator[FileContent]:
     """Yield the content of each file that this rank writes: copies of the rank's shards of `tensors`."""
     for names in _shard_files(tensors):
         parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
@@ -338,7 +338,7 @@ def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
         yield parts, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(begins)}
 
 
-def write_files(files: Iterable[Content], folder: Path, rank: int) -> list[Path]:
+def write_files(files: Iterable[FileContent], folder: Path, rank: int) -> list[Path]:
     """Write this rank's `contents` into `folder`. Returns the paths of the files."""
     written = []
     for k, (parts, metadata) in enumerate(files):

@@ -47,8 +47,8 @@ class Number(NamedTuple):
     value: float
 
 
-Source = str | Stream | Number  # a str is the name of a parameter
-NOTHING: frozenset[Source] = frozenset()
+LoopTag = str | Stream | Number  # a str is the name of a parameter
+NOTHING: frozenset[LoopTag] = frozenset()
 
 
 class Coupling:
@@ -60,7 +60,7 @@ class Coupling:
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
         self._starts: dict[int, list[int]] = {}  # by storage: the offsets of the watched tensors in it
-        self._tags: dict[tuple[int, int], tuple[StorageWeakRef, frozenset[Source]]] = {}
+        self._tags: dict[tuple[int, int], tuple[StorageWeakRef, frozenset[LoopTag]]] = {}
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
@@ -198,7 +198,7 @@ class Coupling:
         for row in zip(*lists):
             self._follow(func, [*row, *others], [each for each in row if id(each) in targets], NOTHING)
 
-    def _follow(self, func: Any, inputs: Sequence[Any], written: Sequence[Tensor], drawn: frozenset[Source]) -> None:
+    def _follow(self, func: Any, inputs: Sequence[Any], written: Sequence[Tensor], drawn: frozenset[LoopTag]) -> None:
         packet, overwrites = func._overloadpacket, func._overloadpacket in OVERWRITING
         tags = self._of(tensors_in(inputs[overwrites:]))
         if packet in SCALAR:
@@ -223,14 +223,14 @@ class Coupling:
         """Record that Python reads these tensors."""
         self._read_tags(self._of(tensors))
 
-    def _read_tags(self, tags: frozenset[Source]) -> None:
+    def _read_tags(self, tags: frozenset[LoopTag]) -> None:
         """Record that Python reads a value with these tags."""
         names = {tag for tag in tags if isinstance(tag, str)}
         if not self._has_read and not names <= self._read:
             self._read |= names
             self._has_read = self._rest(self._read) is not None
 
-    def _stream(self, args: Any, kwargs: Any) -> frozenset[Source]:
+    def _stream(self, args: Any, kwargs: Any) -> frozenset[LoopTag]:
         """A set with the Stream of the random numbers that an operator is about to generate. A generator that was just
         seeded gets a new Stream."""
         tensor = next(tensors_in([args]), None)
@@ -243,7 +243,7 @@ class Coupling:
             self._streams[id(generator)] = self._drawn
         return frozenset({Stream(self._streams[id(generator)])})
 
-    def _of(self, tensors: Iterable[Tensor]) -> frozenset[Source]:
+    def _of(self, tensors: Iterable[Tensor]) -> frozenset[LoopTag]:
         found = (self._tags.get(self._key(local(tensor))) for tensor in tensors)
         return NOTHING.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
@@ -253,7 +253,7 @@ class Coupling:
         starts = self._starts.get(storage, ())
         return storage, bisect(starts, tensor.storage_offset()) if len(starts) > 1 else 0
 
-    def _set(self, tensor: Tensor, tags: frozenset[Source]) -> None:
+    def _set(self, tensor: Tensor, tags: frozenset[LoopTag]) -> None:
         tensor = local(tensor)
         key = self._key(tensor)
         if not tags:

@@ -24,9 +24,9 @@ from pipeshard.engine.loss_trial import (
     ROWS,
     SHORT,
     UNLABELLED,
+    FewSamples,
     Losses,
     LossTrial,
-    Samples,
     without_valid,
 )
 from pipeshard.engine.loss_values import SPAN, ranges_of
@@ -152,7 +152,7 @@ class _Search:
         is passed, only this rule is tried, and only at the batch's sizes. With `shortens=False`, samples keep all
         positions of the batch's samples."""
         self.valid, self.side_outputs = valid, side_outputs
-        self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
+        self._sized: dict[tuple[int, int], tuple[Batch, FewSamples, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)[not shortens :]
         for self.cuts in (CUTS, HALVES):
             if any(self._can_try(source, side_outputs) for source in sources):
@@ -198,9 +198,9 @@ class _Search:
         ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
         return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
 
-    def _samples(self, source: Batch, count: int = ROWS) -> Samples:
+    def _samples(self, source: Batch, count: int = ROWS) -> FewSamples:
         reads = self.read, self.flow.consulted
-        return Samples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
+        return FewSamples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
 
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
         """`_can_try` in fp32 if `precise`; otherwise in the 16-bit dtypes of the trace, for glue that accepts no other
@@ -429,7 +429,7 @@ class _Search:
         at = self.cuts[number % len(self.cuts)]
         return self.trial.measure(self._drawn(rule, number), at, number, self.kind, fit, sloping)
 
-    def _drawn(self, rule: LossRule, number: int, samples: Samples | None = None) -> Batch:
+    def _drawn(self, rule: LossRule, number: int, samples: FewSamples | None = None) -> Batch:
         samples = samples or self.samples
         batch = samples.draw(self.level, number, self.valid)
         has_labels = rule.path is not None and not rule.adds

@@ -45,7 +45,7 @@ SHORT = torch.float16, torch.bfloat16
 LeafKey = tuple[str, int, int]  # leaf of a unit's result: the unit, the number of its earlier calls, the leaf's index
 
 
-class Samples:
+class FewSamples:
     """Takes `count` evenly spaced samples (`few`) of `source`, which is `batch` or a batch with other lengths, and
     replaces their values with random values.
 

@@ -28,7 +28,7 @@ from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, counts_samples, entry_of, key_of, twin
 from pipeshard.generate.rows import CacheParts, OfModule, StateParts, joined
-from pipeshard.generate.samples import Samples, cannot_split
+from pipeshard.generate.samples import SampleDependence, cannot_split
 from pipeshard.graph.taint import Value
 from pipeshard.hf import CACHES, LOGITS, complete_cache, config_of, disable_caches, enable_caches, is_cache, is_ids
 from pipeshard.private import tree_tensors
@@ -59,7 +59,7 @@ class Forward:
     def begin(self, num_microbatches: int | None) -> None:
         """Prepare a call of `generate`."""
         self.num_microbatches = num_microbatches
-        self._samples = Samples(self.pipeline.model, self.pipeline.policy.units, self.group)
+        self._samples = SampleDependence(self.pipeline.model, self.pipeline.policy.units, self.group)
         self._sends.clear()
         self.forget()
 

@@ -19,7 +19,7 @@ from pipeshard.private import tree_tensors
 from pipeshard.slices.cut import positions_of
 
 
-class Samples:
+class SampleDependence:
     """Detects, for one call of `generate`, whether a sample depends on other samples of its microbatch."""
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:

@@ -66,7 +66,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_
 def has_keys(cache: Any) -> bool:
     """Whether a layer of the cache attends to earlier positions, and therefore needs a mask for these positions. Layers
     that have only states do not attend."""
-    return {*map(type, getattr(cache, "self_attention_cache", cache).layers)} != {States}
+    return {*map(type, getattr(cache, "self_attention_cache", cache).layers)} != {LayerStates}
 
 
 class Keys(DynamicLayer):
@@ -109,7 +109,7 @@ class IndexedKeys(Keys, DynamicIndexedLayer):
         return self.now.grow((self.number, "index"), indexer_key_states, 1)
 
 
-class States(LinearAttentionLayer):
+class LayerStates(LinearAttentionLayer):
     """Convolution and recurrent states of one layer, which continue from the end of the previous slice."""
 
     def begin(self, now: Slice, number: int) -> None:
@@ -137,15 +137,15 @@ class States(LinearAttentionLayer):
         return recurrent_states
 
 
-class StatesAndKeys(States, Keys, LinearAttentionAndFullAttentionLayer):
+class StatesAndKeys(LayerStates, Keys, LinearAttentionAndFullAttentionLayer):
     """Keys, values and states of a layer that attends and has states."""
 
 
-class StatesAndSlidingKeys(States, SlidingKeys, LinearAttentionAndSlidingWindowAttentionLayer):
+class StatesAndSlidingKeys(LayerStates, SlidingKeys, LinearAttentionAndSlidingWindowAttentionLayer):
     """Keys, values and states of a layer that attends to a window of positions and has states."""
 
     def begin(self, now: Slice, number: int) -> None:
-        States.begin(self, now, number)
+        LayerStates.begin(self, now, number)
         SlidingKeys.begin(self, now, number)
 
 
@@ -153,7 +153,7 @@ KINDS: dict[type, Any] = {
     DynamicLayer: Keys,
     DynamicSlidingWindowLayer: SlidingKeys,
     DynamicIndexedLayer: IndexedKeys,
-    LinearAttentionLayer: States,
+    LinearAttentionLayer: LayerStates,
     LinearAttentionAndFullAttentionLayer: StatesAndKeys,
     LinearAttentionAndSlidingWindowAttentionLayer: StatesAndSlidingKeys,
     DummyLayer: DummyLayer,

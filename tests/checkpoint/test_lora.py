@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from pipeshard import PipelinePlugin, Policy, load_training_state, register_policy, save_training_state, to_sequential
 from pipeshard.checkpoint.hub import hub_name
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.checkpoint.safetensors_files import Source
+from pipeshard.checkpoint.safetensors_files import StoredTensors
 from pipeshard.distributed.collectives import whole
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
@@ -1267,7 +1267,7 @@ def test_a_gguf_file_has_the_weights_of_a_model_with_adapters(tmp_path: Path) ->
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    shapes = Source(tmp_path / "model.gguf", model).shapes
+    shapes = StoredTensors(tmp_path / "model.gguf", model).shapes
     assert shapes == {key: tuple(value.shape) for key, value in model.state_dict().items()}
     adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
-    assert Source(tmp_path / "model.gguf", adapted).shapes == shapes
+    assert StoredTensors(tmp_path / "model.gguf", adapted).shapes == shapes

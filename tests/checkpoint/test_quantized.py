@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin, Quan
 from benchmarks.resident import peak, reset_peak, resident
 from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.checkpoint.safetensors_files import Source
+from pipeshard.checkpoint.safetensors_files import StoredTensors
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.split.blank import give
 from pipeshard.split.materialize import is_released, trim
@@ -351,7 +351,7 @@ def stored(kind: str, rows: int, columns: int, folder: Path) -> tuple[Any, Tenso
         )
     of_kind[0].take_over(of_kind[1], torch.float32)
     give(of_kind[1].weight, torch.empty_like(of_kind[1].weight.as_subclass(Tensor), device="cpu"))
-    return of_kind[1], value, Source(folder).rows("weight")
+    return of_kind[1], value, StoredTensors(folder).rows("weight")
 
 
 @pytest.mark.parametrize("kind", ["fp4", "double", "int8"])
@@ -417,15 +417,15 @@ def test_packing_takes_little_memory(tmp_path: Path, kind: str) -> None:
 
 def whole_reads(folder: Path) -> set[str]:
     """The packed weights that this rank reads as a whole."""
-    read = Source.read
+    read = StoredTensors.read
     found: set[str] = set()
 
-    def watched(self: Source, key: str) -> Tensor:
+    def watched(self: StoredTensors, key: str) -> Tensor:
         found.add(key)
         return read(self, key)
 
     model = build(LLAMA)
-    with mock.patch.object(Source, "read", watched):
+    with mock.patch.object(StoredTensors, "read", watched):
         Split(of_stages(type(model), folder, quantization("nf4")), 2, batch(LLAMA, model), num_microbatches=2)
     return {key for key in found if "proj" in key}
 

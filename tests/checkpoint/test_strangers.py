@@ -28,7 +28,14 @@ from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import state_folder, untrusted
 from pipeshard.checkpoint.optimizer import VALUE, content_flaw
-from pipeshard.checkpoint.safetensors_files import Source, check_shards, contents, joined_file, read_shards, write_files
+from pipeshard.checkpoint.safetensors_files import (
+    StoredTensors,
+    check_shards,
+    contents,
+    joined_file,
+    read_shards,
+    write_files,
+)
 from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.errors import CheckpointError
 from tests import zoo
@@ -160,24 +167,27 @@ def test_files_that_claim_more_than_they_have_are_refused(tmp_path: Path) -> Non
     wide = torch.as_strided(torch.zeros(1), (2**30, 2**20), (0, 0))
     for tensor in (wide, torch.empty(2**40, 2**20, device="meta")):
         torch.save({"a": tensor}, file)
-        refused(lambda: Source(file), "has no values for 'a': pass a file with the weights of a model")
+        refused(lambda: StoredTensors(file), "has no values for 'a': pass a file with the weights of a model")
     torch.save({"a": torch.eye(2).to_sparse()}, file)
-    refused(lambda: Source(file), "_rebuild_sparse_tensor is not a plain value")
+    refused(lambda: StoredTensors(file), "_rebuild_sparse_tensor is not a plain value")
     torch.save({"a": torch.zeros(9)}, file)
     with zipfile.ZipFile(file) as whole, zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as packed:
         for entry in whole.infolist():
             packed.writestr(entry.filename, whole.read(entry))
-    refused(lambda: Source(tmp_path / "packed.bin"), "data.pkl' in it is compressed, but torch.save does not compress")
+    refused(
+        lambda: StoredTensors(tmp_path / "packed.bin"),
+        "data.pkl' in it is compressed, but torch.save does not compress",
+    )
     file.write_bytes(b"")
     refused(lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(ValueError: pickle exhausted.*\): do")
     file.write_bytes(b"\x80\x02]q\x01." + b"1" * 99)
-    refused(lambda: Source(file), "x.bin ")
+    refused(lambda: StoredTensors(file), "x.bin ")
 
 
-def index_of(folder: Path, content: Any) -> Callable[[], Source]:
+def index_of(folder: Path, content: Any) -> Callable[[], StoredTensors]:
     text = content if isinstance(content, str) else json.dumps({"weight_map": content})
     (folder / "model.safetensors.index.json").write_text(text)
-    return lambda: Source(folder)
+    return lambda: StoredTensors(folder)
 
 
 def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
@@ -203,7 +213,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "cannot be read as a checkpoint index: ValueError")
     (folder / "model.safetensors.index.json").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")  # of which a reader would wait for a writer
-    refused(lambda: Source(folder), "it does not exist")
+    refused(lambda: StoredTensors(folder), "it does not exist")
 
 
 class Gigabytes:
@@ -345,7 +355,7 @@ def test_a_document_that_is_too_large_is_not_read(name: str, tmp_path: Path, mon
     said = state_folder.flaw(tmp_path)
     if name != "manifest.json":
         with pytest.raises(CheckpointError) as caught:
-            Source(tmp_path)
+            StoredTensors(tmp_path)
         said = str(caught.value)
     assert "it is 67108865 bytes long, more than the limit of 67108864" in said
 
@@ -366,7 +376,10 @@ def test_headers_are_checked_before_anything_is_allocated(tmp_path: Path) -> Non
     for header, length in headers:
         text = json.dumps(header).encode()
         file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(4))
-        refused(lambda: [Source(file).read(key) for key in Source(file).shapes], "cannot be read as safetensors")
+        refused(
+            lambda: [StoredTensors(file).read(key) for key in StoredTensors(file).shapes],
+            "cannot be read as safetensors",
+        )
 
 
 def test_a_part_that_is_not_whole_is_not_joined(tmp_path: Path) -> None:
@@ -374,7 +387,7 @@ def test_a_part_that_is_not_whole_is_not_joined(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, parts[0], {"format": "pt"})
     save_file({"b": torch.ones(3)}, parts[1])
     joined_file(parts, tmp_path / "whole.safetensors")
-    assert Source(tmp_path / "whole.safetensors").shapes == {"a": (2,), "b": (3,)}
+    assert StoredTensors(tmp_path / "whole.safetensors").shapes == {"a": (2,), "b": (3,)}
     parts[1].write_bytes(parts[1].read_bytes()[:-1])
     refused(lambda: joined_file(parts, tmp_path / "whole.safetensors"), "b cannot be read as safetensors")
 

@@ -22,7 +22,14 @@ from transformers import AutoConfig, GenerationConfig
 
 from pipeshard.checkpoint import state_folder
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.checkpoint.safetensors_files import INDICES, WEIGHTS, Source, check_shards, joined_file, read_shards
+from pipeshard.checkpoint.safetensors_files import (
+    INDICES,
+    WEIGHTS,
+    StoredTensors,
+    check_shards,
+    joined_file,
+    read_shards,
+)
 from pipeshard.checkpoint.state_folder import MANIFEST, damage, flaw, sum_of
 from pipeshard.checkpoint.untrusted import folder_config, generation_config_of, has_content, load_plain
 from pipeshard.errors import CheckpointError
@@ -71,14 +78,14 @@ def _prepare_header(folder: Path) -> None:
 
 def _parse_header(file: Path) -> None:
     """Every tensor is no larger than the file, and a file that is joined with another has the tensors of both."""
-    source = Source(file)
+    source = StoredTensors(file)
     for key, shape in source.shapes.items():
         tensor = source.read(key)
         assert tuple(tensor.shape) == shape and tensor.nbytes <= file.stat().st_size
     if "another" not in source.shapes:
         joined = file.with_name("joined.safetensors")
         joined_file([file, file.with_name("another")], joined)
-        assert Source(joined).shapes == source.shapes | {"another": (2,)}
+        assert StoredTensors(joined).shapes == source.shapes | {"another": (2,)}
 
 
 def _prepare_index(folder: Path) -> None:
@@ -91,7 +98,7 @@ def _prepare_index(folder: Path) -> None:
 
 def _parse_index(file: Path) -> None:
     """No tensor comes from another folder."""
-    source = Source(file.parent)
+    source = StoredTensors(file.parent)
     assert all(path.parent == file.parent for path in source._files.values())
     for key in source.shapes:
         source.read(key)
