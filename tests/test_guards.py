@@ -31,7 +31,7 @@ def nothing_left() -> Any:
 
 def one_kind() -> Any:
     """All units of one class are of one kind."""
-    return mock.patch("pipeshard.graph.kinds.Kind.is_of", lambda *_: True)
+    return mock.patch("pipeshard.graph.kinds.CallKind.is_of", lambda *_: True)
 
 
 def reused() -> Any:

@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
-from pipeshard.engine.cuts import Cuts
+from pipeshard.engine.cuts import BatchSplitter
 from pipeshard.errors import BatchError, PipeshardError
 from pipeshard.hf import BOUNDARIES
 from pipeshard.schedule.program import Kind, Program
@@ -725,7 +725,7 @@ def test_flash_attention_reads_positions_beside_a_mask_of_ones(masked: int, atte
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     mask = (torch.arange(12) < masked).long()[None]
     data = {"input_ids": torch.ones_like(positions), "attention_mask": mask, "position_ids": positions}
-    cuts = Cuts(PipelineConfig(pp_size=1, num_microbatches=1, num_slices=2), model)
+    cuts = BatchSplitter(PipelineConfig(pp_size=1, num_microbatches=1, num_slices=2), model)
     if not is_refused:
         assert len(cuts.slices([[Batch.of(data, "input_ids")]])[0]) == 2
         return

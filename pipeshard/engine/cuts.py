@@ -12,7 +12,7 @@ from pipeshard.slices.cut import cut, lengths, sequence_of
 from pipeshard.slices.refusals import attention_slope
 
 
-class Cuts:
+class BatchSplitter:
     """Splits batches as the plugin's arguments specify. A step requests the same split several times, so the last
     result is cached until `forget` is called. If the arguments request microbatches by tokens, `ragged` splits the
     batches; it is set after the model has been traced.

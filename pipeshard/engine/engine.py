@@ -20,7 +20,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.p2p import with_messages
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.clipping import ModelGradients
-from pipeshard.engine.cuts import Cuts
+from pipeshard.engine.cuts import BatchSplitter
 from pipeshard.engine.dependent import ADVICE, is_of_model, tracing
 from pipeshard.engine.division import divided, traced
 from pipeshard.engine.hosted import HostedWeight
@@ -145,7 +145,7 @@ class Pipeline:
         units = find_units(model, paths_of(model, named_modules_of(partition)))
         refuse_compiled(model, units)
         refuse_recomputed(model, containers(model, units), is_boosted=False)
-        self.cuts = Cuts(config, model)
+        self.cuts = BatchSplitter(config, model)
         self.cached = withhold_caches(model)  # configs whose use_cache is restored later
         row_dims = RowDims(model, config.batch_dims)
         self.reader = Reader(row_dims, self.cuts.microbatches, self.cuts.is_several, grid, self.precision)

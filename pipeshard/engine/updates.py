@@ -79,7 +79,7 @@ class Told(NamedTuple):
     tolerance: float
 
 
-class Snapshot:
+class GradientSnapshot:
     """The gradients of some parameters at one time and, with `samples`, a sample of their values."""
 
     def __init__(self, parameters: Iterable[Tensor], samples: bool) -> None:
@@ -152,8 +152,8 @@ class Updates:
         self._dropped: tuple[dict[str, bool], ...] = ()  # `_drops` at each update since then
         self._cleared = set[int]()  # the optimizers whose gradients zero_grad has cleared since then
         self._has_cleared = False  # whether the loop has called zero_grad so far
-        self._added: Snapshot | None = None  # the gradients after the last step
-        self._given: Snapshot | None = None  # the gradients before the hooks of the inner optimizer's step
+        self._added: GradientSnapshot | None = None  # the gradients after the last step
+        self._given: GradientSnapshot | None = None  # the gradients before the hooks of the inner optimizer's step
         self._samples = False  # whether a training loop or a hook has changed gradients so far
         self._factor: float | None = 1.0  # the factor by which the loop has multiplied the current gradients
         self._told: float | None = None  # the factor of the last update, if it used the current gradients
@@ -181,7 +181,7 @@ class Updates:
         if self.grid.size > 1:
             used = {number: (w.parameter for w in each.weights.values()) for number, each in self.in_use().items()}
             self._graded = {number: [p for p in each if p.grad is not None] for number, each in used.items()}
-            self._added = Snapshot(parameters, self._samples or self.count < FIRST)
+            self._added = GradientSnapshot(parameters, self._samples or self.count < FIRST)
 
     def renew(self) -> None:
         """Forget the factors of gradients that an update has used. Call it before new gradients are computed. Until
@@ -210,7 +210,7 @@ class Updates:
         """Record the gradients before the inner optimizer's step calls its hooks."""
         is_needed = has_hooks and self.grid.size > 1
         self._has_hooks |= is_needed
-        self._given = Snapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
+        self._given = GradientSnapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
 
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
         """Record the update of these parameters, after the last hook that runs before the update. Compares the first
@@ -235,7 +235,7 @@ class Updates:
         if is_first:
             self.compare()
 
-    def _note(self, since: Snapshot | None) -> float | None:
+    def _note(self, since: GradientSnapshot | None) -> float | None:
         """The factor by which the gradients have been multiplied since a snapshot, or None if they were changed in
         another way."""
         drawn, self.drawn = self.drawn, ""

@@ -121,7 +121,7 @@ class UnitCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class CallKind:
     """The result of visiting one call.
 
     `watched` are the paths of the modules whose attribute reads were recorded, `read` the attributes that the call
@@ -222,10 +222,10 @@ class Kinds:
         self.valued: set[str] = set()
         self._own = {unit: set(map(id, module.parameters())) for unit, module in units.items()}
         self.reuse = True
-        self._known: dict[Any, list[Kind]] = {}
+        self._known: dict[Any, list[CallKind]] = {}
         self.settings: dict[str, Settings] = {}
 
-    def of(self, call: UnitCall, taint: Taint) -> Kind:
+    def of(self, call: UnitCall, taint: Taint) -> CallKind:
         """The kind of this call of a unit: cached, or found by a visit."""
         settings = self._settings_of(call)
         # Tensors with which glue replaces parameters (torch.func.functional_call) are specific to this call.
@@ -248,7 +248,7 @@ class Kinds:
             self.valued.add(call.unit)
         return kind
 
-    def _is_of(self, kind: Kind, call: UnitCall, settings: Settings) -> bool:
+    def _is_of(self, kind: CallKind, call: UnitCall, settings: Settings) -> bool:
         return kind.is_of(settings) and (kind.own is None or kind.own == self._values_of(call))
 
     def _values_of(self, call: UnitCall) -> Own:
@@ -268,7 +268,7 @@ class Kinds:
             settings = self.settings[call.unit] = Settings(call.module)
         return settings
 
-    def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
+    def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> CallKind:
         """Run a unit's own forward on meta. If the forward fails on meta (it always does if autocast would cast), run
         the forward on a real device with temporary tensors."""
         try:
@@ -289,7 +289,7 @@ class Kinds:
                     f"shape, dtype, requires_grad) were {[describe(leaf) for leaf in call.leaves]}"
                 ) from error
 
-    def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
+    def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> CallKind:
         module = call.module
         inputs, state = self._given(device, call, taint)
         of_buffers = set[Value]()
@@ -324,7 +324,7 @@ class Kinds:
         tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
         first: dict[int, int] = {}
         passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # no operator of this call computed these
-        return Kind(
+        return CallKind(
             settings=settings,
             watched=frozenset(settings.modules[address][1] for address in watched),
             read=frozenset(read),
@@ -350,8 +350,8 @@ class Kinds:
         return inputs, state
 
     def _spec(self, leaf: Any) -> Any:
-        """The form in which a Kind keeps a visit's leaf: a TensorSpec for a tensor, glue's device for the meta device,
-        otherwise the leaf itself."""
+        """The form in which a CallKind keeps a visit's leaf: a TensorSpec for a tensor, glue's device for the meta
+        device, otherwise the leaf itself."""
         if isinstance(leaf, torch.device) and leaf.type == "meta":
             return self.device  # a cache stores its device
         return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf

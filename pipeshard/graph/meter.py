@@ -63,7 +63,7 @@ def _attention(
 PRODUCTS = {aten.mm, aten.addmm}  # of linear layers: W computes the gradients of their weights
 BY_ROWS = {aten.embedding_dense_backward}  # stages accumulate only the rows that were read
 NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # their results alias their inputs
-Run = Callable[[Any, Any, Any], Any]  # run(operator, args, kwargs) -> the result
+RunOperator = Callable[[Any, Any, Any], Any]  # run(operator, args, kwargs) -> the result
 
 
 def _as_ever(func: Any, args: Any, kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class Living(DispatchMode):
         peak: the maximum of `bytes` so far.
     """
 
-    def __init__(self, before: Iterable[Tensor] = (), run: Run = _as_ever, but: Container[Any] = ()) -> None:
+    def __init__(self, before: Iterable[Tensor] = (), run: RunOperator = _as_ever, but: Container[Any] = ()) -> None:
         super().__init__()
         self.run, self.but, self.bytes, self.peak = run, but, 0, 0
         self._known: set[int] = set()

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from pipeshard.graph.dataflow import Call, Observed
-from pipeshard.graph.kinds import Kind, Settings
+from pipeshard.graph.kinds import CallKind, Settings
 from pipeshard.graph.places import MISSING, Path, PathStep, is_comparable, is_constant, names_in, names_stored_in
 from pipeshard.graph.snapshot import is_mentioned, noting_reads
 from pipeshard.replaced import replaced
@@ -41,7 +41,7 @@ class Readers:
         """Context manager in which reads do not count as reads by glue."""
         return replaced(self, in_glue=False)
 
-    def note_call(self, index: int, kind: Kind, settings: Settings) -> None:
+    def note_call(self, index: int, kind: CallKind, settings: Settings) -> None:
         """Record the attributes of modules outside the unit that call `index` reads. The unit has `settings`."""
         modules = settings.modules if kind.reads_outside else {}
         addresses = {path: address for address, (_, path) in modules.items()}

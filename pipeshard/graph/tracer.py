@@ -23,7 +23,7 @@ from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.forward_error import forward_error
-from pipeshard.graph.kinds import Kind, Kinds, UnitCall, device_of_glue
+from pipeshard.graph.kinds import CallKind, Kinds, UnitCall, device_of_glue
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.operators import casting, tensors_in
 from pipeshard.graph.preserve import as_trained
@@ -285,7 +285,7 @@ class Tracer:
             raise _SeenOutside
         return use
 
-    def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
+    def _differentiated(self, kind: CallKind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
         """For each leaf of a call's outputs, the values that receive a gradient if the leaf receives one."""
         if not torch.is_grad_enabled():  # the call may be in an autograd function, whose backward may reach all values
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -12,8 +12,19 @@ from operator import itemgetter, truediv
 from pipeshard.errors import PartitionError, PipeshardError
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.inside import Inside, inside, opened, sent
-from pipeshard.planner.memory import Part
-from pipeshard.schedule.search import Rule, Searched, Work, anneal, changed, climb, estimate, of_ranks, rules, scheduled
+from pipeshard.planner.memory import StagePart
+from pipeshard.schedule.search import (
+    Rule,
+    Searched,
+    StageCosts,
+    anneal,
+    changed,
+    climb,
+    estimate,
+    of_ranks,
+    rules,
+    scheduled,
+)
 from pipeshard.split.balance import balance
 from pipeshard.split.boundary import forbidden_cuts
 
@@ -26,7 +37,7 @@ PLACEMENTS = 5, 2  # number of placements searched in the first and the second r
 REFINED, SEEDS = 3, (0, 1)  # the number of solutions that are refined inside layers, and the random seeds for each
 SLACK = 0.005  # fraction by which a step may become slower while a solution is refined
 ACTIONS, TRIES = 800_000, 3000  # limits: actions scheduled per round, and changes tried per placement
-IDLE = Part(0, has_gradients=True, is_running=False)
+IDLE = StagePart(0, has_gradients=True, is_running=False)
 Edges = tuple[int, ...]  # the first call of each stage, then the total number of calls
 Choice = tuple[Edges, Rule]
 Found = tuple[float, Choice, "Cutter"]  # time, choice, and the cutter of the choice
@@ -78,7 +89,7 @@ class Cutter:
         costs = (sums[end] - sums[start] for sums in self.subject.sums)
         return *costs, always, update, 0 if self.subject.training.offloads("activations") else kept, temporary
 
-    def _work(self, edges: Edges) -> Work:
+    def _work(self, edges: Edges) -> StageCosts:
         """The costs, memory and messages of the stages with these cuts."""
         devices, placement = self.subject.devices, self.placement
         forward, backward, weight, always, updates, sizes, temporary = zip(*map(self.part, edges, edges[1:]))
@@ -101,7 +112,7 @@ class Cutter:
         sent = [self.sent[start] if start and rank != before else (0, 0) for start, rank, before in ends]
         messages = devices.transfers(placement, sent)
         latency, returned = (tuple(messages.get(name, [0.0] * len(sent))) for name in ("latency", "returned"))
-        return Work(placement, forward, backward, weight, sizes, tuple(room), latency, returned)
+        return StageCosts(placement, forward, backward, weight, sizes, tuple(room), latency, returned)
 
     @cached_property
     def sent(self) -> Sequence[tuple[int, int]]:

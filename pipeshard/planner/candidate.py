@@ -26,7 +26,7 @@ from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of, unrecomputed
 from pipeshard.hf import recomputes
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.memory import Footprint, Forms, Memory, Moment, Part, Training
+from pipeshard.planner.memory import Footprint, Forms, Memory, Moment, StagePart, Training
 from pipeshard.planner.plan import Crossing, Estimate, StagePlan, crossings, in_short
 from pipeshard.private import TreeSpec
 from pipeshard.schedule.program import Program
@@ -131,9 +131,9 @@ def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 TRIES = 64
 # The limits of one stage: an upper bound on its bytes during each part (None: the end of a step).
-StageCaps = tuple[tuple[Part | None, float], ...]
+StageCaps = tuple[tuple[StagePart | None, float], ...]
 Caps = tuple[StageCaps, ...]
-FIRST = Part(1, has_gradients=False, is_running=True)
+FIRST = StagePart(1, has_gradients=False, is_running=True)
 
 
 def fit(
@@ -191,7 +191,7 @@ def fit(
     return None
 
 
-def _alone(moments: Sequence[Moment]) -> list[Part]:
+def _alone(moments: Sequence[Moment]) -> list[StagePart]:
     """The parts during which a stage alone must fit in memory: all parts if it is the only stage of its rank, otherwise
     FIRST."""
     return [part for ((_, part),) in moments] if len(moments[0]) == 1 else [FIRST]
@@ -199,11 +199,11 @@ def _alone(moments: Sequence[Moment]) -> list[Part]:
 
 def _heaviest(
     moments: Sequence[Sequence[Moment]], runs: Sequence[tuple[int, int]], footprint: Footprint, limits: Sequence[int]
-) -> tuple[dict[int, tuple[Part | None, int]], int]:
+) -> tuple[dict[int, tuple[StagePart | None, int]], int]:
     """Find the moment at which a rank exceeds its limit the most. Returns a dict that maps each stage of this rank to
     the stage's part (None: the end of a step) and bytes, and the rank's excess in bytes (at most 0 if all ranks
     fit)."""
-    found = list[tuple[Sequence[tuple[int, Part | None]], int]]()
+    found = list[tuple[Sequence[tuple[int, StagePart | None]], int]]()
     for of_rank, limit in zip(moments, limits, strict=True):
         stages = [s for s, _ in of_rank[0]]
         gradients = {s: footprint.gradients(*runs[s]) for s in stages}
@@ -306,7 +306,7 @@ class Candidate:
         self.counts = [self.policy.stages.count(stage) for stage in range(len(placement))]
         self.runs = runs_of(self.counts)
         self.kept = [subject.footprint.activations(*run) for run in self.runs]
-        peak = dict[int, Part]()  # the part of each stage at its rank's peak
+        peak = dict[int, StagePart]()  # the part of each stage at its rank's peak
         for actions in self.program.ranks:
             moments = subject.training.moments(actions)
             peak |= dict(max(moments, key=lambda moment: sum(self.working(*each).backward for each in moment)))
@@ -330,7 +330,7 @@ class Candidate:
             host=memory.host + self.subject.training.on_host(self.program.ranks[rank], kept),
         )
 
-    def working(self, stage: int, part: Part) -> Memory:
+    def working(self, stage: int, part: StagePart) -> Memory:
         """The memory of a stage during `part` in addition to its permanent memory."""
         return self.subject.footprint.working(*self.runs[stage], part)
 

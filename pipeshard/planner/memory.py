@@ -205,7 +205,7 @@ class Training:
             running = action.stage if action.kind is Kind.B else None
             if action.kind is not Kind.F:
                 splits = running is not None and last[action[1:]] is not action
-                parts = (Part(counts[s], s in trained, s == running, pending[s], splits) for s in stages)
+                parts = (StagePart(counts[s], s in trained, s == running, pending[s], splits) for s in stages)
                 found[tuple(zip(stages, parts, strict=True))] = None
                 begun.add((action.microbatch, action.stage))
             if last[action[1:]] is action:
@@ -279,7 +279,7 @@ def pinned(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """A stage's part of a moment: the number of microbatches that the stage keeps `alive`, whether its gradients exist,
     whether its B is running, the number of its microbatches that wait for W, and whether the running B has a W."""
 
@@ -290,7 +290,7 @@ class Part(NamedTuple):
     splits: bool = False
 
 
-Moment = tuple[tuple[int, Part], ...]  # a rank's stages, each with its part
+Moment = tuple[tuple[int, StagePart], ...]  # a rank's stages, each with its part
 
 
 class Footprint:
@@ -368,9 +368,9 @@ class Footprint:
         for name, calls in self._tied.items():
             self._twice[*calls].update(always=each[name].always, gradients=each[name].gradients)
         self._peaks = dict[tuple[int, bool, bool], list[int]]()
-        self._totals = dict[tuple[int, int, Part | None], int]()
+        self._totals = dict[tuple[int, int, StagePart | None], int]()
 
-    def total(self, start: int, end: int, part: Part | None) -> int:
+    def total(self, start: int, end: int, part: StagePart | None) -> int:
         """Bytes of a stage with the calls from `start` to `end` (exclusive) during `part`, or at the end of a step if
         `part` is None."""
         key = start, end, part
@@ -392,7 +392,7 @@ class Footprint:
             gradients += sizes["gradients"] * max(0, holding - 1)
         return always, gradients
 
-    def working(self, start: int, end: int, part: Part) -> Memory:
+    def working(self, start: int, end: int, part: StagePart) -> Memory:
         """The memory of a stage during `part` in addition to its permanent memory."""
         return Memory(
             activations=part.alive * self.activations(start, end) + part.pending * self.waiting(start, end),

@@ -22,7 +22,7 @@ V = TypeVar("V", float, tuple[float, float])
 F, B, W = Kind.F, Kind.B, Kind.W
 
 
-class Work(NamedTuple):
+class StageCosts(NamedTuple):
     """The stages of a pipeline. All fields except `room` have one entry per stage: the stage's rank, the costs of its
     F, B and W, the memory that a microbatch takes from its F to its last action, and the durations of two messages (the
     stage's input, and the gradients that the stage sends back). `room` is each rank's memory for microbatches;
@@ -38,7 +38,7 @@ class Work(NamedTuple):
     returned: tuple[float, ...]
 
 
-def estimate(work: Work, m: int, tightness: float = 1.0, most: float = math.inf) -> tuple[float, float]:
+def estimate(work: StageCosts, m: int, tightness: float = 1.0, most: float = math.inf) -> tuple[float, float]:
     """Estimate the time of a step of m microbatches. Returns the time of the slowest rank, and the sum of the squared
     times of all ranks. If a rank takes longer than `most`, both numbers are infinite.
 
@@ -90,7 +90,7 @@ class Rule(NamedTuple):
     reserved: int
 
 
-def rules(work: Work, m: int) -> Iterator[Rule]:
+def rules(work: StageCosts, m: int) -> Iterator[Rule]:
     """Yield the rules from which a search starts. The main difference is the number of microbatches that a stage keeps
     alive: as many as fit in memory, or somewhat more than are in flight in a step without idle time. The best rules
     come first, so that the search abandons slower rules early."""
@@ -162,7 +162,7 @@ def anneal(
 
 
 def scheduled(
-    work: Work, m: int, rule: Rule, most: float = math.inf
+    work: StageCosts, m: int, rule: Rule, most: float = math.inf
 ) -> tuple[float, list[list[tuple[Kind, int, int]]]]:
     """Schedule a step of m microbatches with this rule. Returns the step's time, and the actions of each rank. If the
     step cannot finish, or certainly takes longer than `most`, the time is infinite, and the actions are incomplete."""
@@ -275,7 +275,7 @@ def scheduled(
 class Searched:
     """A schedule that the search found for these stages, as a function of (p, m, v)."""
 
-    work: Work
+    work: StageCosts
     rule: Rule
     num_microbatches: int
     __name__ = "auto"
@@ -287,7 +287,7 @@ class Searched:
 
 
 @lru_cache
-def _program(work: Work, m: int, rule: Rule | None) -> Program:
+def _program(work: StageCosts, m: int, rule: Rule | None) -> Program:
     if rule is None:
         rule = min(rules(work, m), key=lambda rule: scheduled(work, m, rule)[0])
     _, rows = scheduled(work, m, rule)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeshard import trace
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.planner.candidate import fit
-from pipeshard.planner.memory import Footprint, Part, Training, alive
+from pipeshard.planner.memory import Footprint, StagePart, Training, alive
 from pipeshard.schedule import Kind, make_program, simulate
 from pipeshard.split.balance import balance
 from pipeshard.split.policy import Policy
@@ -116,7 +116,7 @@ class Calls:
     update: list[int]
     training: Training = field(default_factory=Training)
 
-    def total(self, start: int, end: int, part: Part | None) -> int:
+    def total(self, start: int, end: int, part: StagePart | None) -> int:
         parameters, update = sum(self.parameters[start:end]), sum(self.update[start:end])
         if part is None:
             return parameters + update
