@@ -19,7 +19,7 @@ BatchDims = Mapping[str, int | None]  # by path: the leaf's batch dimension; Non
 FOR_CRITERION = "criterion."  # prefix of inputs that only the criterion receives
 
 
-class Span(NamedTuple):
+class LeafSpan(NamedTuple):
     """The number of positions (of tokens) of a microbatch, which begin at the batch's first position, and the `total`
     number in the batch."""
 
@@ -28,10 +28,10 @@ class Span(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The part of a batch that a microbatch contains: the indices of its samples and, by path, each leaf's Span."""
+    """The part of a batch that a microbatch contains: the indices of its samples and, by path, each leaf's LeafSpan."""
 
     rows: tuple[int, ...]
-    spans: Mapping[str, Span]
+    spans: Mapping[str, LeafSpan]
 
 
 @dataclass(frozen=True)

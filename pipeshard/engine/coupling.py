@@ -67,7 +67,7 @@ class Coupling:
         self._read, self._has_read = set[str](), False  # parameters that Python has read; whether some are missing
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
-        self._modes = Operators(self), Readers(self)
+        self._modes = Operators(self), PythonReads(self)
         self.is_watching, self._calls = False, 0
         self._called = 0  # number of calls to pipeshard that have returned
 
@@ -326,7 +326,7 @@ class Operators(Watching, DispatchMode):
         return result
 
 
-class Readers(Watching, TorchFunctionMode):
+class PythonReads(Watching, TorchFunctionMode):
     """Reports tensors that Python reads without torch's dispatcher (tolist, numpy) to its Coupling."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -339,7 +339,7 @@ class Readers(Watching, TorchFunctionMode):
 @contextmanager
 def others_suspended() -> Iterator[None]:
     """Context manager in which no Coupling watches operators. Tags are kept."""
-    modes = [mode for mode in modes_entered() if isinstance(mode, Operators | Readers)]
+    modes = [mode for mode in modes_entered() if isinstance(mode, Operators | PythonReads)]
     leave_below(*modes)
     try:
         yield

@@ -21,7 +21,7 @@ from pipeshard.distributed.collectives import free_storage, like, local
 from pipeshard.engine.weight_grad import Gradients
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.residence import Holding, residences
-from pipeshard.split.route import Save
+from pipeshard.split.route import MoveAway
 
 SMALL = 1024  # bytes; smaller storages are not worth a copy
 
@@ -81,7 +81,7 @@ class Block:
             self.here = self.transfer.load(self.copy)
 
 
-class Saved:
+class SavedTensor:
     """A tensor (for a DTensor, this rank's shard) that autograd has saved: on the host as a view of `block`, or on the
     device if `block` is None."""
 
@@ -152,7 +152,7 @@ class Offload:
         self._seen, self._casts, self._blocks = {}, {}, {}
 
     @contextmanager
-    def saving(self, i: int, stage: int) -> Iterator[Save | None]:
+    def saving(self, i: int, stage: int) -> Iterator[MoveAway | None]:
         """Context manager for the F of microbatch i on a stage. Yields a function that saves an argument of a
         recomputed unit and returns a function that restores it, or None if the activations stay on the device."""
         action = Action(Kind.F, i, stage)
@@ -161,7 +161,7 @@ class Offload:
             yield None
             return
         save = partial(self._save, (i, stage))
-        with saved_tensors_hooks(save, Saved.tensor):
+        with saved_tensors_hooks(save, SavedTensor.tensor):
             yield lambda tensor: save(tensor).argument
 
     def load(self, action: Action) -> None:
@@ -182,7 +182,7 @@ class Offload:
     @staticmethod
     def restore(pending: list[Gradients]) -> None:
         """Undo `store`. Call it before the W."""
-        _replace(pending, Saved, Saved.tensor)
+        _replace(pending, SavedTensor, SavedTensor.tensor)
 
     def _stays(self, action: Action) -> bool:
         """Whether the activations of this action stay on the device, because the next action needs or prefetches them,
@@ -195,9 +195,9 @@ class Offload:
             if (block := reference()) is not None:
                 block.load()
 
-    def _save(self, holding: Holding, tensor: Tensor) -> Saved:
+    def _save(self, holding: Holding, tensor: Tensor) -> SavedTensor:
         is_shared = self._shares_casts and self._is_shared_cast(tensor)  # a copy on the host would not free its memory
-        return Saved(tensor, None if is_shared else self._block(holding, local(tensor)))
+        return SavedTensor(tensor, None if is_shared else self._block(holding, local(tensor)))
 
     def _is_shared_cast(self, tensor: Tensor) -> bool:
         """Whether a tensor is the first cast of a weight in this step. Later casts are the same tensor, from autocast's

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.batch.batch import Batch, Selection, Span
+from pipeshard.batch.batch import Batch, LeafSpan, Selection
 from pipeshard.batch.tree import field_of, flatten_with_names
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.errors import UsageError, summary
@@ -281,7 +281,7 @@ class Outputs:
 
 def _spans(
     name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, selections: Sequence[Selection]
-) -> dict[int, list[Span]]:
+) -> dict[int, list[LeafSpan]]:
     """Map each sequence dimension of an output to the Spans of the microbatches. In the trace, a sequence dimension
     grows with the number of positions (if the trace has varied this number). In every microbatch, its size is the
     number of positions, possibly minus a constant (next-token losses have fewer entries). Raises UsageError for any
@@ -289,7 +289,7 @@ def _spans(
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}
-    found: dict[int, list[Span]] = {}
+    found: dict[int, list[LeafSpan]] = {}
     for at in (at for at in range(column[0].ndim) if at != dim):
         grows = [path for group, slope in zip(groups, slopes[at][1:] if slopes else ()) if slope for path in group]
         sizes = [part.shape[at] for part in column]
@@ -298,7 +298,7 @@ def _spans(
             fewer = of_path[0].length - sizes[0] if of_path else 0
             is_shifted = fewer > 0 and bool(grows) and sum(slopes[at]) == 1
             if (not fewer or is_shifted) and sizes == [span.length - fewer for span in of_path]:
-                found.setdefault(at, [Span(s.length - fewer, s.total - fewer) for s in of_path])
+                found.setdefault(at, [LeafSpan(s.length - fewer, s.total - fewer) for s in of_path])
         if at not in found and (grows or len(set(sizes)) > 1):
             raise _unmergeable(name, "depends on how much padding a microbatch has")
     return found

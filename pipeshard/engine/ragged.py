@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from pipeshard.batch.batch import Batch, Selection, Span, split_sizes
+from pipeshard.batch.batch import Batch, LeafSpan, Selection, split_sizes
 from pipeshard.batch.grouping import TokenCost, group
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import BatchError
@@ -42,7 +42,7 @@ MOVED = 5  # elements moved per parameter and microbatch: two reads, and a gradi
 CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
-class Side(NamedTuple):
+class SidePositions(NamedTuple):
     """The positions of the encoder inputs of a batch (or its only inputs), or of its decoder inputs. `total` is the
     number of positions including padding; sample k needs the first `lengths[k]` positions."""
 
@@ -103,7 +103,7 @@ class Ragged:
             groups = [list(range(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         return [self._part(batch, rows, sides) for rows in groups]
 
-    def _groups(self, sides: Mapping[str, Side], rows: int, limit: int) -> list[list[int]]:
+    def _groups(self, sides: Mapping[str, SidePositions], rows: int, limit: int) -> list[list[int]]:
         lengths = list(zip(*(side.lengths for side in sides.values()), strict=True))
         for k, of_sample in enumerate(lengths):
             if sum(of_sample) > limit:
@@ -118,7 +118,7 @@ class Ragged:
         # hardly any other order is faster.
         return groups if self.has_short_cooldown else groups[::2] + groups[1::2][::-1]
 
-    def _sides(self, batch: Batch) -> dict[str, Side]:
+    def _sides(self, batch: Batch) -> dict[str, SidePositions]:
         """The Sides of a batch, by name. Raises BatchError if the batch has neither token ids nor embeddings."""
         totals = self._totals(_shapes(batch))
         if ENCODER not in totals:
@@ -146,12 +146,12 @@ class Ragged:
         }
         return {name: totals[0] for name, totals in found.items() if totals}
 
-    def _side(self, name: str, batch: Batch, total: int) -> Side:
+    def _side(self, name: str, batch: Batch, total: int) -> SidePositions:
         used = self._used(name, batch, total)
         if used is None:
-            return Side(total, (total,) * batch.rows)
+            return SidePositions(total, (total,) * batch.rows)
         used[:, 0] = True  # no microbatch is empty
-        return Side(total, tuple((total - used.flip(1).int().argmax(1)).tolist()))
+        return SidePositions(total, tuple((total - used.flip(1).int().argmax(1)).tolist()))
 
     def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
         """Return a boolean tensor (samples, positions) that is False for padding, or None if neither a mask nor labels
@@ -196,14 +196,14 @@ class Ragged:
         dims = (dim for dim, size in enumerate(leaf.shape) if size == total and dim != row_dim)
         return [dim for dim in dims if (path, dim) not in self._fixed]
 
-    def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, Side]) -> Batch:
+    def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, SidePositions]) -> Batch:
         """Return the microbatch of these samples, without the positions at the end that are padding in all of them."""
-        spans: dict[str, Span] = {}
+        spans: dict[str, LeafSpan] = {}
 
         def narrowed(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             side = sides.get(self._side_of(path))
             if side is not None and (dims := self._dims(path, batch, side.total)):
-                span = spans[path] = Span(max(side.lengths[k] for k in rows), side.total)
+                span = spans[path] = LeafSpan(max(side.lengths[k] for k in rows), side.total)
                 for positions in dims:
                     leaf = leaf.narrow(positions, 0, span.length)
             return leaf.contiguous()  # like the batch's own tensors: a criterion may call view
@@ -220,7 +220,7 @@ class Ragged:
         cuts = [False] if has_answers or not sides else [False, True]
         return [self._extended(batch, sides, is_cut) for is_cut in cuts]
 
-    def _extended(self, batch: Batch, sides: Mapping[str, Side], is_cut: bool) -> Batch:
+    def _extended(self, batch: Batch, sides: Mapping[str, SidePositions], is_cut: bool) -> Batch:
         """The batch with 25 % more positions on these sides, all of them padding. With `is_cut`, as many of the batch's
         own positions are removed first."""
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}

@@ -142,10 +142,10 @@ def _cheapest(costs: Sequence[float], edges: Sequence[int], possible: Sequence[i
     return found
 
 
-Sizes = dict[Hashable, tuple[int, int]]  # the bytes of each value, and of its gradient
+ValueBytes = dict[Hashable, tuple[int, int]]  # the bytes of each value, and of its gradient
 
 
-def _crossing(whole: Dataflow, fine: Dataflow, edges: Sequence[int]) -> list[Sizes]:
+def _crossing(whole: Dataflow, fine: Dataflow, edges: Sequence[int]) -> list[ValueBytes]:
     """The values that cross a cut before each call of `fine`, if only the layer that contains the cut is divided:
     the values that enter the layer, and the results of its children."""
     of_layers = [{("layer", value): size for value, size in each.items()} for each in _live(whole)]
@@ -162,11 +162,11 @@ def sent(subject: Subject) -> list[tuple[int, int]]:
     return [_sums(each) for each in _live(subject.flow)]
 
 
-def _sums(sizes: Sizes) -> tuple[int, int]:
+def _sums(sizes: ValueBytes) -> tuple[int, int]:
     return sum(size for size, _ in sizes.values()), sum(back for _, back in sizes.values())
 
 
-def _live(flow: Dataflow) -> list[Sizes]:
+def _live(flow: Dataflow) -> list[ValueBytes]:
     """The values that cross a cut before each call."""
     last = len(flow.calls)
     values = live_values(flow, range(last), last, flow.needed())

@@ -12,7 +12,7 @@ from pipeshard.schedule.simulate import Simulation, Span, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Rows = Sequence[Sequence[Span]]
+RankSpans = Sequence[Sequence[Span]]
 
 # Okabe and Ito's palette: distinguishable with any colour vision, and light enough for dark numbers.
 _COLOURS = {Kind.F: "#56B4E9", Kind.B: "#E69F00", Kind.W: "#009E73"}
@@ -55,7 +55,7 @@ def _cell(time: float) -> int:
 
 
 def draw_timeline(
-    panels: Sequence[tuple[str, Rows]], path: str | os.PathLike[str], title: str = "", relative: str = ""
+    panels: Sequence[tuple[str, RankSpans]], path: str | os.PathLike[str], title: str = "", relative: str = ""
 ) -> None:
     """Draw timelines as a Gantt chart to the file `path`, in the format of its suffix (png, svg, pdf).
 
@@ -103,7 +103,7 @@ def _backward(actions: Set[Action]) -> str:
     return "input gradients" if True in split else _NAMES[Kind.B]
 
 
-def _extent(rows: Rows) -> tuple[float, float]:
+def _extent(rows: RankSpans) -> tuple[float, float]:
     """The start of the first span, and the duration from this start to the end of the last span."""
     start = min((span.start for row in rows for span in row), default=0.0)
     return start, max((span.end for row in rows for span in row), default=start) - start
@@ -118,7 +118,7 @@ def _shade(kind: Kind, chunk: int) -> str:
     return "#" + "".join(f"{int(int(_COLOURS[kind][k : k + 2], 16) * (2 / 3) ** chunk):02X}" for k in (1, 3, 5))
 
 
-def _draw_panel(axes: "Axes", rows: Rows, scale: float, inch: float, row_height: float) -> None:
+def _draw_panel(axes: "Axes", rows: RankSpans, scale: float, inch: float, row_height: float) -> None:
     """Draw the bars, numbers and labels of rows. One inch shows the duration `inch`, and a row is `row_height` inches
     high."""
     start, length = _extent(rows)

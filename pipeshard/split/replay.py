@@ -60,7 +60,7 @@ from pipeshard.split.differences import (
     other_way,
     tree_text,
 )
-from pipeshard.split.route import Blank, Route, Save, Step, recomputes_itself, run_again
+from pipeshard.split.route import Blank, MoveAway, Route, Step, recomputes_itself, run_again
 from pipeshard.split.zeros import Zeros
 
 Listener = Callable[[Any, Any], None]
@@ -118,7 +118,7 @@ class Replay:
         self.outside: Handler | None = None  # the handler of calls outside of forwards
         self.recomputing, self.proves = False, True  # proves: compare the state that units leave with the trace
         self.repeats = Repeats(self.randomness)
-        self.save: Save | None = None  # moves the arguments of recomputed units elsewhere
+        self.save: MoveAway | None = None  # moves the arguments of recomputed units elsewhere
         self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # used in the last step
         self._used: dict[tuple[Any, Blank], Tensor] = {}  # used in this step
         self._zeros: Zeros | None = None  # set while zeros are tracked

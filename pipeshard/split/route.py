@@ -101,7 +101,7 @@ def recomputes_itself(unit: nn.Module) -> bool:
     return unit.training and any(map(recomputes, unit.modules()))
 
 
-Save = Callable[[Tensor], Callable[[], Tensor]]  # moves a tensor away, and returns a function that brings it back
+MoveAway = Callable[[Tensor], Callable[[], Tensor]]  # moves a tensor away, and returns a function that brings it back
 
 
 def run_again(
@@ -109,7 +109,7 @@ def run_again(
     name: str,
     unit: nn.Module,
     second: Callable[[], AbstractContextManager[None]],
-    save: Save | None = None,
+    save: MoveAway | None = None,
 ) -> Callable[..., Any]:
     """Wrap the forward of `unit` so that it keeps only its arguments and is recomputed in the backward pass; in
     between, `save` may move tensor arguments elsewhere.

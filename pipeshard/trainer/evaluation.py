@@ -16,7 +16,7 @@ from pipeshard.errors import UsageError
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.replaced import replaced
 from pipeshard.trainer.objective import evaluated_together
-from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
+from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, StagesStandIn
 
 
 class Evaluation(Trainer):
@@ -25,8 +25,8 @@ class Evaluation(Trainer):
     pipeline: PipelinePlugin
     accelerator: PipelineAccelerator
     share_generators: Callable[[Any], None]
-    _own_stages: Callable[[], Stages]
-    _stages: Stages | None = None
+    _own_stages: Callable[[], StagesStandIn]
+    _stages: StagesStandIn | None = None
     _loader: Any = None  # for the trace: the latest dataloader of training, or the first that was evaluated
     _latest_loader: Any = None  # the latest dataloader that accelerator.prepare has returned
 
@@ -106,7 +106,7 @@ class Evaluation(Trainer):
         """Whether `model` is not the Trainer's own model. It may be an average of its weights, or a teacher."""
         stages = self._own_stages()
         own = stages, stages.boosted, stages.module, self.model
-        return isinstance(model, nn.Module | Stages) and all(model is not one for one in own)
+        return isinstance(model, nn.Module | StagesStandIn) and all(model is not one for one in own)
 
     def _agreed(
         self, evaluated: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any

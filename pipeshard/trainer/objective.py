@@ -37,7 +37,7 @@ from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only, tree_tensors
 from pipeshard.replaced import replaced
 from pipeshard.trainer.kept import KeptState
-from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn, in_fp32, without_checkpointing
+from pipeshard.trainer.stand_ins import ModuleStandIn, PipelineAccelerator, in_fp32, without_checkpointing
 from pipeshard.trainer.written import Written
 
 ITEMS = "num_items_in_batch"
@@ -321,7 +321,7 @@ def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: 
     return result
 
 
-class Asking(StandIn):
+class Asking(ModuleStandIn):
     """A placeholder for the model that raises Called with its inputs."""
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:

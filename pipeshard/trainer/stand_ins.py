@@ -225,7 +225,7 @@ class PipelineAccelerator(Accelerator):
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, PipelineModel):
             return model.unwrap()
-        return model.module if isinstance(model, StandIn) else super().unwrap_model(model, *args, **kwargs)
+        return model.module if isinstance(model, ModuleStandIn) else super().unwrap_model(model, *args, **kwargs)
 
 
 def _ones(tensor: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
     return unrecomputed(model, lambda module: bool(getattr(module, "gradient_checkpointing", False)))
 
 
-class StandIn:
+class ModuleStandIn:
     """Delegates attributes to `module`, and is called in its place."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -277,7 +277,7 @@ class StandIn:
         return getattr(self.module, name)
 
 
-class Stages(StandIn):
+class StagesStandIn(ModuleStandIn):
     """The stages of `module`. Every rank must make the same calls."""
 
     def __init__(self, plugin: PipelinePlugin, module: nn.Module, boosted: PipelineModel) -> None:
@@ -336,11 +336,11 @@ class Stages(StandIn):
         tensor = tensor.as_subclass(Tensor).to(pipeline.device)
         return in_fp32(tensor) if pipeline.config.autocast else tensor
 
-    def train(self, mode: bool = True) -> "Stages":
+    def train(self, mode: bool = True) -> "StagesStandIn":
         self.module.train(mode)
         return self
 
-    def eval(self) -> "Stages":
+    def eval(self) -> "StagesStandIn":
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

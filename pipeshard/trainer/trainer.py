@@ -65,7 +65,7 @@ from pipeshard.trainer.refusals import (
     refusing_resize,
 )
 from pipeshard.trainer.rollouts import Rollouts
-from pipeshard.trainer.stand_ins import PipelineAccelerator, Stages
+from pipeshard.trainer.stand_ins import PipelineAccelerator, StagesStandIn
 from pipeshard.trainer.stopping import stop_together
 from pipeshard.trainer.written import Written
 
@@ -125,13 +125,13 @@ class Loop(Evaluation):
 
     # models and optimizers become stages
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Stages:
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> StagesStandIn:
         stages = self._own_stages()
         if training:
             stages.optimize(self.optimizer)
         return stages
 
-    def _own_stages(self) -> Stages:
+    def _own_stages(self) -> StagesStandIn:
         if self._stages is None or (self.model is not self._stages.module and self.model is not self._stages):
             self._objective = Objective(self) if self._makes_loss() else None
             if self._objective is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
@@ -139,7 +139,7 @@ class Loop(Evaluation):
             self._stages = self._boosted(self.model, self._objective)
         return self._stages
 
-    def _boosted(self, model: nn.Module, objective: Objective | None) -> Stages:
+    def _boosted(self, model: nn.Module, objective: Objective | None) -> StagesStandIn:
         refuse_split(model, type(self).__name__)
         config, args = self.pipeline.config, self.args
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
@@ -159,7 +159,7 @@ class Loop(Evaluation):
         boosted.pipeline.criterion = None  # the criterion is only for training
         if folder := getattr(model, "_pretrained", None):
             io_of(boosted).load_model(boosted, folder)
-        return Stages(self.pipeline, model, boosted)
+        return StagesStandIn(self.pipeline, model, boosted)
 
     @property
     def _precision(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Loop(Evaluation):
 
     def boosted_model(self, model: Any) -> Any:
         """Return the stages of the Trainer's model, or of another model that the user's code prepares."""
-        if isinstance(model, Stages):
+        if isinstance(model, StagesStandIn):
             return model
         return self._own_stages() if model is self.model else self._boosted(model, None)
 
