@@ -30,7 +30,7 @@ from pipeshard.checkpoint.training_state import (
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
 from pipeshard.distributed.groups import raising_errors
 from pipeshard.distributed.mesh import backend_here
-from pipeshard.distributed.signals import Handler
+from pipeshard.distributed.signals import SignalHandler
 from pipeshard.errors import ConfigurationError, UsageError, counted, summary
 from pipeshard.options import POSITIVE, is_positive
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
@@ -157,7 +157,7 @@ class PreemptibleJob:
                 f"{kind} was created outside the main thread, but Python handles signals only in the main thread: "
                 f"create the {kind} there"
             )
-        handler = Handler(lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
+        handler = SignalHandler(lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
         for number in WISHES:
             handler.install(number)
         PreemptibleJob._newest = weakref.ref(self)

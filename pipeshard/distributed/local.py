@@ -135,7 +135,7 @@ class LocalWorld:
     ) -> None:
         self.size, self.note, self.keeping = size, note, keeping
         self.progress = [_Noting(self) for _ in range(size)]
-        self.edges: dict[tuple[tuple[int, ...], Edge], _Edge] = defaultdict(_Edge)
+        self.edges: dict[tuple[tuple[int, ...], Edge], _EdgeMessages] = defaultdict(_EdgeMessages)
         self._meetings: dict[tuple[int, ...], list[_Meeting]] = defaultdict(list)
         self._running: _Rank | None = None
 
@@ -267,12 +267,12 @@ class LocalP2P(P2P):
         edge.received += 1
         return _Receipt(self, edge, edge.received - 1, buffer, source)
 
-    def _edge(self, source: int, destination: int) -> "_Edge":
+    def _edge(self, source: int, destination: int) -> "_EdgeMessages":
         return self.world.edges[tuple(self.ranks), (source, destination)]
 
 
 @dataclass
-class _Edge:
+class _EdgeMessages:
     """The messages from one rank to another. As between processes, the n-th posted receive receives the n-th message,
     regardless of the order in which the program waits for receives."""
 
@@ -283,7 +283,7 @@ class _Edge:
 class _Receipt(LocalWork):
     """Handle of a receive. `wait()` copies message `number` of an edge into the buffer."""
 
-    def __init__(self, p2p: LocalP2P, edge: _Edge, number: int, buffer: Tensor, source: int) -> None:
+    def __init__(self, p2p: LocalP2P, edge: _EdgeMessages, number: int, buffer: Tensor, source: int) -> None:
         self._edge, self._number, self._buffer = edge, number, buffer
         super().__init__(p2p.world, lambda: len(edge.sent) > number, f"a message from rank {p2p.ranks[source]}")
 

@@ -12,7 +12,7 @@ _mask = threading.local()  # the signal mask of a thread that is in fork()
 
 
 @dataclass(frozen=True, eq=False)
-class Handler:
+class SignalHandler:
     """A signal handler of pipeshard."""
 
     then: Callable[[int, Any], None]
@@ -42,6 +42,6 @@ def _unblock_sigterm() -> None:
 def _in_child() -> None:
     """Restore the default handler of SIGTERM in a forked child: the child is not a rank, and must exit when its parent
     terminates it. The handler of SIGUSR1 remains, since the default handler would end the child."""
-    if isinstance(signal.getsignal(signal.SIGTERM), Handler):
+    if isinstance(signal.getsignal(signal.SIGTERM), SignalHandler):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _unblock_sigterm()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pipeshard.distributed.failures import ENDED, RAISED, THROUGH, Alarm, Fault, text_of
 from pipeshard.distributed.monitor import Monitor
 from pipeshard.distributed.progress import NOW, Timeout, own_progress
-from pipeshard.distributed.signals import Handler
+from pipeshard.distributed.signals import SignalHandler
 from pipeshard.distributed.watch import Interrupt, Watch
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
@@ -172,7 +172,7 @@ def _interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
-@Handler
+@SignalHandler
 def _on_sigterm(number: int, frame: Any) -> None:
     if _here.interrupts:
         _here.interrupts = False

@@ -28,13 +28,13 @@ def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch
     module = model.get_submodule(path)
     if not _generates(module):
         return replace(Batch.of(arguments), entry=path)
-    batch = read_batch(module, arguments, lists=_Opened())
+    batch = read_batch(module, arguments, lists=_NoSampleLists())
     # In a list of images, an entry is one image: its rows are not samples, even if their numbers are equal.
     images = {name: () for name in batch.tensors if media_kind(name) and re.search(r"\[\d+\]", name)}
     return replace(batch.owned({**batch.owners, **images}), entry=path)
 
 
-class _Opened(dict[str, bool]):
+class _NoSampleLists(dict[str, bool]):
     """Declares that no list has one entry per sample, since an encoder's output may have any number of entries."""
 
     def __contains__(self, path: object) -> bool:

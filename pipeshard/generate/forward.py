@@ -40,7 +40,7 @@ OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # parts of the errors 
 TOKENS = 256  # the minimum per microbatch: fewer tokens take as long, since the time to read the weights dominates
 
 
-class Way(NamedTuple):
+class CallRoutes(NamedTuple):
     """The route of a call through each of this rank's stages, and the differences between its sizes and the traced
     sizes."""
 
@@ -65,7 +65,7 @@ class Forward:
 
     def forget(self) -> None:
         """Discard the state of a call of `generate`, such as its caches."""
-        self._ways: dict[Any, Way] = {}
+        self._routes: dict[Any, CallRoutes] = {}
         self._caches: dict[int, Entries] = {}
         self._used: dict[int, Entries] = {}  # in one forward, by id, in the same order on all ranks
         self._parts: dict[int, CacheParts] = {}  # in one forward, by the ids of their parts
@@ -84,8 +84,8 @@ class Forward:
         self._used, self._parts = {}, {}
         self._complete(path, entry.data)
         self._meet((), entry.data)
-        batches, ways = self._planned(path, entry, forward)
-        return self._share(self._run(batches, ways), entry, list(self._used.values()))
+        batches, routes = self._planned(path, entry, forward)
+        return self._share(self._run(batches, routes), entry, list(self._used.values()))
 
     def end(self, result: Any) -> None:
         """Raise UsageError on every rank if the ranks' results of `generate` have different tokens."""
@@ -110,25 +110,25 @@ class Forward:
                 )
             )
 
-    def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[Way]]:
+    def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[CallRoutes]]:
         """The microbatches of a call, and their Ways. If the microbatches cannot be traced, the call is not split,
         unless the user has set a number of microbatches. A trace may fail because a value that is not an argument, such
         as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
         batches = self._microbatches(entry, forward)
-        states, ways = self._state_parts(batches), list[Way]()
+        states, routes = self._state_parts(batches), list[CallRoutes]()
         try:
             for i, batch in enumerate(batches):
                 with states.part(i):
-                    ways.append(self._way(path, batch.data, forward))
+                    routes.append(self._routes_of(path, batch.data, forward))
             if len(batches) > 1:
-                for batch, way in zip(batches, ways, strict=True):
-                    _refuse_other_rows(batch, way)
-            return batches, ways
+                for batch, of_call in zip(batches, routes, strict=True):
+                    _refuse_other_rows(batch, of_call)
+            return batches, routes
         except TraceError:  # raised on every rank
             if len(batches) == 1 or self.num_microbatches:
                 raise
         self.num_microbatches, self._parts = 1, {}
-        return [entry], [self._way(path, entry.data, forward)]
+        return [entry], [self._routes_of(path, entry.data, forward)]
 
     def _microbatches(self, entry: Batch, forward: Callable[..., Any]) -> list[Batch]:
         """The call split into microbatches, each with its own part of every cache, or the call itself as the only
@@ -178,12 +178,12 @@ class Forward:
             self._used[id(value)] = self._caches[id(value)]
             self._used[id(value)].begin()
 
-    def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
-        """The Way of this call. Calls with the same structure and sizes are traced once per call of `generate`."""
+    def _routes_of(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> CallRoutes:
+        """The routes of this call. Calls with the same structure and sizes are traced once per call of `generate`."""
         model, traces = self.pipeline.model, self.pipeline.traces
         entry = entry_of(model, path, twin(model, path, arguments, forward))
         key = key_of(entry)
-        if key not in self._ways:
+        if key not in self._routes:
             cached = disable_caches(model)
             found, failure = None, ""
             try:
@@ -194,8 +194,8 @@ class Forward:
                 enable_caches(cached)
             found = self._agreed(found, failure, entry)
             flow, deltas = found.ways[0][0]
-            self._ways[key] = Way(traces.routes.of(flow, True), deltas)
-        return self._ways[key]
+            self._routes[key] = CallRoutes(traces.routes.of(flow, True), deltas)
+        return self._routes[key]
 
     def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
         """The trace that all ranks of the pipeline have found. If the ranks' traces differ and there is only one
@@ -220,7 +220,7 @@ class Forward:
         assert found is not None
         return found
 
-    def _run(self, batches: Sequence[Batch], ways: Sequence[Way]) -> Any:
+    def _run(self, batches: Sequence[Batch], routes: Sequence[CallRoutes]) -> Any:
         """Run this rank's stages. Return the output for all microbatches on the rank of the last stage, and None on
         other ranks."""
         pipeline = self.pipeline
@@ -235,16 +235,16 @@ class Forward:
                 source = placement[stage.index - 1] if stage.index else pipeline.rank
                 destination = pipeline.rank if stage.is_last else placement[stage.index + 1]
                 copies = self._copies(batches[0].rows) if len(pipeline.stages.whole) > 1 else []
-                for i, (batch, way) in enumerate(zip(batches, ways, strict=True)):
+                for i, (batch, of_call) in enumerate(zip(batches, routes, strict=True)):
                     own_progress().start(f"stage {stage.index} of a forward that generates, microbatch {i}")
-                    route = way.routes[k]
+                    route = of_call.routes[k]
                     received = passed[i] if source == pipeline.rank else self._receive(route, source)
                     if copies:
                         parts = [self._parts[id(copy.cache)] for _, copy in copies]
                         batch = replace(batch, leaves=tuple(_part_of(leaf, parts, 0) for leaf in batch.leaves))
                     replay.randomness.microbatch(i)
                     with states.part(i):
-                        output, made = self._replayed(stage.index, route, way.deltas, received, batch)
+                        output, made = self._replayed(stage.index, route, of_call.deltas, received, batch)
                     passed[i] = {value: made[value].detach() for value in route.leaves.values}
                     if destination != pipeline.rank:
                         self._send(list(passed[i].values()), destination)
@@ -385,14 +385,14 @@ def digest_of(values: Any) -> str:
     return digest_tensors(integers, lambda _: True)
 
 
-def _refuse_other_rows(batch: Batch, way: Way) -> None:
+def _refuse_other_rows(batch: Batch, of_call: CallRoutes) -> None:
     """Raise TraceError if the logits of a microbatch do not have one row per sample of the microbatch, since they were
     combined with a tensor that has a row for each sample of the whole batch."""
-    for name, _, spec in way.routes[0].flow.outputs:
-        if field_of(name) == LOGITS and spec.at(way.deltas)[:1] != (batch.rows,):
+    for name, _, spec in of_call.routes[0].flow.outputs:
+        if field_of(name) == LOGITS and spec.at(of_call.deltas)[:1] != (batch.rows,):
             raise TraceError(
                 f"the logits of a microbatch of {counted(batch.rows, 'sample')} have the shape "
-                f"{spec.at(way.deltas)}. If a hook or an adapter uses a tensor of the whole batch, call "
+                f"{spec.at(of_call.deltas)}. If a hook or an adapter uses a tensor of the whole batch, call "
                 "model.generate(..., num_microbatches=1)"
             )
 

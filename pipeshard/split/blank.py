@@ -10,14 +10,14 @@ from pipeshard.hf import without_adapters
 from pipeshard.private import without_weakrefs
 from pipeshard.split.base_names import base_names
 
-NOTED = "pipeshard_noted"  # the attribute of a meta parameter that contains its Noted
+NOTED = "pipeshard_noted"  # the attribute of a meta parameter that contains its NotedParameter
 AFTER_BOOST = (
     ", or modify the parameters after boost: in model.unwrap().parameters(), those for which "
     "pipeshard.split.materialize.is_released(parameter) is False"
 )
 
 
-class Noted(NamedTuple):
+class NotedParameter(NamedTuple):
     """The name and the version of a parameter when PipelinePlugin.from_pretrained created its model, and the folder of
     the model."""
 
@@ -28,12 +28,12 @@ class Noted(NamedTuple):
 
 def note_blank(model: Any) -> None:
     """Move parameters that a constructor has created on the CPU to meta (`torch.Tensor(3)` ignores the default
-    device), and record a `Noted` for each parameter, for `refuse_changed_blank`."""
+    device), and record a `NotedParameter` for each parameter, for `refuse_changed_blank`."""
     with without_weakrefs(model):
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
                 give(parameter, torch.empty_like(parameter, device="meta"))
-            vars(parameter)[NOTED] = Noted(name, parameter._version, model._pretrained)
+            vars(parameter)[NOTED] = NotedParameter(name, parameter._version, model._pretrained)
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
@@ -96,6 +96,7 @@ def refuse_blank(model: nn.Module) -> None:
         )
 
 
-def _noted(model: nn.Module) -> dict[str, tuple[nn.Parameter, Noted]]:
-    """The meta parameters that PipelinePlugin.from_pretrained created, by their full names, each with its Noted."""
+def _noted(model: nn.Module) -> dict[str, tuple[nn.Parameter, NotedParameter]]:
+    """The meta parameters that PipelinePlugin.from_pretrained created, by their full names, each with its
+    NotedParameter."""
     return {full: (p, vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}

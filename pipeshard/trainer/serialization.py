@@ -26,7 +26,8 @@ from pipeshard.graph.places import PLAIN, Path, format_path, resolve
 TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
 NAMED = (type, FunctionType, BuiltinFunctionType)
-Written = tuple[bytes, list[tuple[Tensor, str, bool, bool]]]  # a pickle, and the arguments of `_placed` for each tensor
+# a pickle, and the arguments of `_placed` for each tensor
+WrittenValue = tuple[bytes, list[tuple[Tensor, str, bool, bool]]]
 
 
 class ValueWriter(pickle.Pickler):
@@ -63,7 +64,7 @@ class ValueWriter(pickle.Pickler):
         raise pickle.PicklingError(f"it holds {place_name(path)}, whose path contains an object")
 
     @property
-    def written(self) -> Written:
+    def written(self) -> WrittenValue:
         return self.content.getvalue(), [
             (
                 tensor.detach().cpu(),
@@ -78,7 +79,7 @@ class ValueWriter(pickle.Pickler):
 class ValueReader(pickle.Unpickler):
     """Loads the values that a ValueWriter has pickled."""
 
-    def __init__(self, written: Written, roots: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, written: WrittenValue, roots: Mapping[str, Any], device: torch.device) -> None:
         content, tensors = written
         super().__init__(io.BytesIO(content))
         self.roots, self.tensors = roots, [_placed(device, *tensor) for tensor in tensors]

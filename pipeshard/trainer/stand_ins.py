@@ -34,7 +34,7 @@ from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only
 from pipeshard.replaced import replaced
 from pipeshard.trainer.refusals import refuse_prepared
-from pipeshard.trainer.serialization import ValueReader, ValueWriter, Written, sending
+from pipeshard.trainer.serialization import ValueReader, ValueWriter, WrittenValue, sending
 
 REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
 
@@ -245,7 +245,7 @@ def _drop(outputs: Any, inputs: Any) -> None:
 def _shared(outputs: Any, pipeline: Pipeline) -> Any:
     """The last stage's outputs, on every rank. Raises UsageError, on every rank, for outputs that cannot be sent."""
     writer = ValueWriter({}, {})
-    said: Written | str
+    said: WrittenValue | str
     try:
         with sending("the model's output"):
             writer.dump(outputs)
