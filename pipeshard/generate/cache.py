@@ -17,7 +17,7 @@ from pipeshard.errors import TraceError
 from pipeshard.generate.described import SMALL, describe, dtype_of, restore, spec_of
 from pipeshard.hf import is_cache
 
-Path = tuple[str | int, ...]
+EntryPath = tuple[str | int, ...]
 
 
 class GhostState(Tensor):
@@ -36,8 +36,8 @@ class Entries:
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self._before: dict[Path, Any] = {}
-        self._own: set[Path] = set()
+        self._before: dict[EntryPath, Any] = {}
+        self._own: set[EntryPath] = set()
 
     def begin(self) -> None:
         """Record the entries before a forward, for `changes`."""
@@ -61,7 +61,7 @@ class Entries:
             if other._before.get(path, _NONE) != _signature(entry):
                 _put_at(self._holder(path), path[-1], entry)
 
-    def _set(self, path: Path, told: Any) -> None:
+    def _set(self, path: EntryPath, told: Any) -> None:
         holder, last = self._holder(path), path[-1]
         if isinstance(holder, list):
             self._lengthen(holder, int(last))
@@ -70,7 +70,7 @@ class Entries:
             here = holder.get(last) if isinstance(holder, dict) else getattr(holder, str(last), None)
         _put_at(holder, last, _ghost(told, here))
 
-    def _holder(self, path: Path) -> Any:
+    def _holder(self, path: EntryPath) -> Any:
         """The list, mapping or object that contains the entry at this path."""
         holder = self.cache
         for step in path[:-1]:
@@ -101,7 +101,7 @@ def _put_at(holder: Any, last: str | int, entry: Any) -> None:
         setattr(holder, str(last), entry)
 
 
-def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _entries(cache: Any, at: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
     """The path and the value of each entry of a cache. The entries are the members of the cache's lists and mappings,
     and the cache's other attributes. Each entry is sent separately."""
     for name, value in vars(cache).items():

@@ -23,8 +23,8 @@ from pipeshard.graph.places import (
     MISSING,
     PLAIN,
     REGISTERED,
-    Path,
     PathStep,
+    PlacePath,
     format_path,
     is_array,
     is_generator,
@@ -57,7 +57,7 @@ class Held(NamedTuple):
 class Place:
     """A location where a model's code keeps a value, given by its path from the model."""
 
-    def __init__(self, model: nn.Module, path: Path) -> None:
+    def __init__(self, model: nn.Module, path: PlacePath) -> None:
         self.path, self.holder = path, resolve(model, path[1:-1])
         self.has_hooks = path[-1].key in HOOKS  # handles refer to this dict, so only its content is restored
 
@@ -183,10 +183,10 @@ class _Record:
 def run_watched(tracer: Tracer, batch: Batch, real: Batch | None, before: Before) -> Dataflow:
     """Run the glue on `batch`, and return the Dataflow. The Dataflow's `passing` lists the places of values and hooks
     that differ from `before` after some call, but not at the end: the forward or the criterion restores them."""
-    passing: dict[str, Path] = {}
+    passing: dict[str, PlacePath] = {}
     hooks = -1  # the number of hooks that had been registered at the last look
 
-    def changed(is_at_end: bool) -> dict[str, Path]:
+    def changed(is_at_end: bool) -> dict[str, PlacePath]:
         nonlocal hooks
         changes = [change for change in flagged(before.snapshot) if change.path[0].key == ""]
         paths = [place_of(tracer.model, change.path) for change in changes]
@@ -302,12 +302,12 @@ def informed(flow: Dataflow) -> Dataflow:
     return replace(flow, calls=tuple(calls), loss=loss, outputs=tuple(outputs), consulted=consulted)
 
 
-def _changed(model: nn.Module, before: Before) -> list[Path]:
+def _changed(model: nn.Module, before: Before) -> list[PlacePath]:
     """The paths of the places in the model that have changed since `before`."""
     return list(dict.fromkeys(place_of(model, change.path) for change in before.changes() if change.path[0].key == ""))
 
 
-def place_of(model: nn.Module, path: Path) -> Path:
+def place_of(model: nn.Module, path: PlacePath) -> PlacePath:
     """The path of the place to which the value at `path` belongs. If the value is content of a collection, a tuple, an
     array or a generator, this is the path of that object."""
     value: Any = model

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from pipeshard.batch.tree import field_of
-from pipeshard.graph.places import Path
+from pipeshard.graph.places import PlacePath
 from pipeshard.graph.question import Question
 from pipeshard.graph.shapes import Axes, TensorSpec
 from pipeshard.graph.taint import Decision, Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
@@ -97,7 +97,7 @@ class Observed(NamedTuple):
     unit, and `readers` are the calls of other units that read it, with -1 for glue and the criterion."""
 
     unit: str
-    place: Path
+    place: PlacePath
     readers: frozenset[int]
 
 
@@ -115,7 +115,7 @@ class Carried:
     """
 
     name: str
-    path: Path
+    path: PlacePath
     writers: frozenset[int]
     until: int | None
     uses: Reads
@@ -133,7 +133,7 @@ class Carried:
         return self.uses.hidden | (self.writers if -1 not in self.writers else frozenset())
 
 
-def has_one_updater(name: str, path: Path, uses: Reads, kind: str) -> bool:
+def has_one_updater(name: str, path: PlacePath, uses: Reads, kind: str) -> bool:
     """Whether each forward updates the state that the last one left at this place. All writers of such state must run
     on one stage, since each stage has its own copy."""
     is_moved = name in uses.kept and "_buffers" in [step.key for step in path[-2:]]
@@ -181,7 +181,7 @@ class Dataflow:
     hooks: tuple[Hook, ...] = ()
     rewritten: frozenset[str] = frozenset()
     carried: tuple[Carried, ...] = ()
-    passing: tuple[Path, ...] = ()
+    passing: tuple[PlacePath, ...] = ()
     together: tuple[tuple[int, int], ...] = ()
     valued: frozenset[str] = frozenset()
     late_decisions: tuple[Decision, ...] = ()
@@ -191,7 +191,7 @@ class Dataflow:
     counts_results: bool = False
     opaque: tuple[tuple[str, str], ...] = ()
     observed: tuple[Observed, ...] = ()
-    numbers: tuple[tuple[str, Path, str], ...] = ()
+    numbers: tuple[tuple[str, PlacePath, str], ...] = ()
 
     @property
     def count(self) -> Question | None:

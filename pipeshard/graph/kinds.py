@@ -24,7 +24,7 @@ from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.nodes import reached
 from pipeshard.graph.operators import CASTING, casting
-from pipeshard.graph.places import PLAIN, REGISTERED, Path, PathStep, entries_of, format_path, own
+from pipeshard.graph.places import PLAIN, REGISTERED, PathStep, PlacePath, entries_of, format_path, own
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Hooks, Snapshot, flagged, noting_reads
 from pipeshard.graph.storage import storage_of
@@ -53,9 +53,9 @@ from pipeshard.private import (
     tree_unflatten,
 )
 
-Location = tuple[Path, Any]  # the path of a holder, and a key of its content
+Location = tuple[PlacePath, Any]  # the path of a holder, and a key of its content
 Own = tuple[tuple[str, tuple[Any, ...]], ...]  # names and values of a unit's own tensors
-Beside = tuple[int, Path]  # the index of an argument, or OF_UNIT, and the path of a tensor that it reaches
+Beside = tuple[int, PlacePath]  # the index of an argument, or OF_UNIT, and the path of a tensor that it reaches
 OF_UNIT = -1
 FEW = 16  # the maximum number of elements of a tensor in Own
 
@@ -78,7 +78,7 @@ class Settings:
     def __init__(self, root: Any) -> None:
         self.root, self.snapshot = root, Snapshot({UNIT: root})
         self.values: dict[Location, Any] = {((), "class"): type(root)}
-        self.modules: dict[int, tuple[nn.Module, Path]] = {}
+        self.modules: dict[int, tuple[nn.Module, PlacePath]] = {}
         for path, value, how, content, *_ in self.snapshot.holders:
             for key, entry in entries_of(content):
                 self.values[path, key] = _comparable(entry)
@@ -94,7 +94,7 @@ class Settings:
         """The ids of the modules inside the unit."""
         return frozenset(map(id, self.root.modules()))
 
-    def computed(self, taint: Taint) -> Iterator[Path]:
+    def computed(self, taint: Taint) -> Iterator[PlacePath]:
         """The paths of the tensors other than parameters that now have tags, such as results of other units. Omitted
         is state that only this unit call writes: no other call has to know that this call reads the state."""
         for path, tensor in self.snapshot.current():
@@ -135,7 +135,7 @@ class CallKind:
     """
 
     settings: Settings
-    watched: frozenset[Path]
+    watched: frozenset[PlacePath]
     read: frozenset[Location]
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
@@ -173,18 +173,18 @@ class CallKind:
             self._is_unread(path, key) or path in self._unreached for path, key in self.settings.differences(settings)
         )
 
-    def _is_unread(self, path: Path, key: Any) -> bool:
+    def _is_unread(self, path: PlacePath, key: Any) -> bool:
         return path in self.watched and (path, key) not in self.read
 
     @cached_property
-    def _unreached(self) -> frozenset[Path]:
+    def _unreached(self) -> frozenset[PlacePath]:
         """The paths of objects, other than modules, that can be reached only through unread attributes. One example is
         the dict with the layer's name that peft keeps in every LoRA layer. The registered dicts of a module
         (REGISTERED) count as read, since the module reads the entries of these dicts as attributes. Objects to which a
         tuple or a function refers also count as read."""
         snapshot = self.settings.snapshot
         paths = {id(h.object): h.path for h in snapshot.holders if not isinstance(h.object, nn.Module)}
-        leading: dict[int, list[tuple[Path, Any, int]]] = defaultdict(list)  # by object: places, and their holders
+        leading: dict[int, list[tuple[PlacePath, Any, int]]] = defaultdict(list)  # by object: places, and their holders
         for path, holder, _, content, *_ in snapshot.holders:
             for key, entry in entries_of(content):
                 if id(entry) in paths:

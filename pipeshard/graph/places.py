@@ -57,7 +57,7 @@ class PathStep(NamedTuple):
     key: Any
 
 
-Path = tuple[PathStep, ...]
+PlacePath = tuple[PathStep, ...]
 
 
 class Missing:
@@ -113,7 +113,7 @@ def _is_users_code(value: Any) -> bool:
     return is_object(value) and callable(value) and is_users(type(value).__module__)
 
 
-def format_path(path: Path) -> str:
+def format_path(path: PlacePath) -> str:
     """A path as text, such as `layers.0.cache['key']`."""
     text, before = "", None
     for how, key in path:

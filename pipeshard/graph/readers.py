@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeshard.graph.dataflow import Call, Observed
 from pipeshard.graph.kinds import CallKind, Settings
-from pipeshard.graph.places import MISSING, Path, PathStep, is_comparable, is_constant, names_in, names_stored_in
+from pipeshard.graph.places import MISSING, PathStep, PlacePath, is_comparable, is_constant, names_in, names_stored_in
 from pipeshard.graph.snapshot import is_mentioned, noting_reads
 from pipeshard.replaced import replaced
 
@@ -64,7 +64,7 @@ class Readers:
                         yield Observed(unit, place, frozenset(readers))
         yield from self._observed_in_objects(calls, settings)
 
-    def numbers(self, valued: Iterable[str], settings: Mapping[str, Settings]) -> Iterator[tuple[str, Path, str]]:
+    def numbers(self, valued: Iterable[str], settings: Mapping[str, Settings]) -> Iterator[tuple[str, PlacePath, str]]:
         """The constants that the units in `valued` now have in attributes that other code reads, also inside dicts and
         lists. Each is given by the unit, the place and the value as text."""
         for unit in valued:
@@ -96,7 +96,7 @@ class Readers:
                         yield Observed(unit, place, frozenset(readers))
 
 
-def _as_text(place: Path, value: Any) -> Iterator[tuple[Path, str]]:
+def _as_text(place: PlacePath, value: Any) -> Iterator[tuple[PlacePath, str]]:
     """The place if its value is a constant or a list of constants, or the entries of a dict that are, each with the
     value as text."""
     if type(value) is dict:

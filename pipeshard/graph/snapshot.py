@@ -29,8 +29,8 @@ from pipeshard.graph.places import (
     HOOKS,
     MISSING,
     PLAIN,
-    Path,
     PathStep,
+    PlacePath,
     constants_of,
     content_of,
     defaults_of,
@@ -76,7 +76,7 @@ class Change(NamedTuple):
     """A change at `path`: `holder[key]` was `before` and is `now`. If `before is now`, the value is a tensor that was
     written to. The whole content of a list or set counts as one place, whose `key` is None."""
 
-    path: Path
+    path: PlacePath
     holder: Any
     key: Any
     before: Any
@@ -92,7 +92,7 @@ class Holder(NamedTuple):
     """An object whose content can be changed, and a copy of this content. `live` is the dict that stores the content,
     if there is one, and `values` are the recorded values of this dict."""
 
-    path: Path
+    path: PlacePath
     object: Any
     how: str
     content: Any
@@ -114,8 +114,8 @@ class Snapshot:
         self, roots: Mapping[str, Any], without: Iterable[Any] = (), then: Mapping[str, Any] | None = None
     ) -> None:
         self.holders: list[Holder] = []
-        self.paths: dict[int, Path] = {}
-        self.tensors: list[tuple[Path, Any, Any, Tensor, int]] = []
+        self.paths: dict[int, PlacePath] = {}
+        self.tensors: list[tuple[PlacePath, Any, Any, Tensor, int]] = []
         self._seen = {id(value): value for value in without}  # kept alive, so that no id is reused
         with DisableTorchFunction():  # faster: no operator runs, but attributes of hundreds of tensors are read
             for group in (roots, then or {}):
@@ -167,7 +167,7 @@ class Snapshot:
         """All objects and tensors that the walk has met, including objects that it does not enter."""
         return self._seen.values()
 
-    def current(self) -> Iterator[tuple[Path, Tensor]]:
+    def current(self) -> Iterator[tuple[PlacePath, Tensor]]:
         """The tensors that the recorded objects contain now, with their paths. They may have replaced the recorded
         ones."""
         yield from ((path, tensor) for path, holder, _, tensor, _ in self.tensors if id(holder) not in self.paths)
@@ -189,7 +189,7 @@ class Snapshot:
         for change in list(self.replaced()):
             undo(change)
 
-    def _walk(self, queue: deque[tuple[Path, Any]]) -> None:
+    def _walk(self, queue: deque[tuple[PlacePath, Any]]) -> None:
         seen = self._seen
         while queue and len(seen) < MOST_OBJECTS:
             path, value = queue.popleft()
@@ -209,20 +209,20 @@ class Snapshot:
 
     # Subclasses may override the following methods.
 
-    def _skips(self, path: Path, value: Any) -> bool:
+    def _skips(self, path: PlacePath, value: Any) -> bool:
         return False
 
     def _ways_to_hold(self, value: Any) -> Iterable[str]:
         return ways_to_hold(value)
 
-    def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
+    def _entries(self, path: PlacePath, content: Any) -> Iterable[tuple[Any, Any]]:
         """The entries of a holder that are walked, with their keys."""
         return entries_of(content)
 
     def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
         return constants_of(value)
 
-    def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
+    def _meet(self, path: PlacePath, holder: Any, key: Any, entry: Any, queue: deque[tuple[PlacePath, Any]]) -> None:
         """Record the entry of `holder` at `key`: a tensor, or an object to walk."""
         if not isinstance(entry, Tensor):
             queue.append((path, own(entry)))
@@ -315,7 +315,7 @@ class Flags:
         self.states: dict[int, Snapshot] = {}
         self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
         self.reads: dict[int, dict[int, int]] = {}  # by state and id: uses of the `data` of these tensors
-        self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
+        self.trained: dict[int, dict[PlacePath, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
         self.hooks: dict[int, Hooks] = {}  # by state
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
         self.moved_hooks: set[int] = set()  # the ids of hooks that forwards have registered or removed
@@ -338,7 +338,7 @@ class Flags:
         state = self.states[self.now]
         return not any(True for _ in (state.changes() if self.without else flagged(state)))
 
-    def newest_change(self) -> Path:
+    def newest_change(self) -> PlacePath:
         """The place of a change since the second newest state, or () if there is none, for example if only
         `requires_grad` has changed."""
         changes = self._changes(self.next - 2) if self.next - 2 in self.states else ()
@@ -371,7 +371,7 @@ class Flags:
         leaves = self.trained.get(number, {})
         return {format_path(path): leaf for path, (leaf, required) in leaves.items() if required}
 
-    def _trained(self, state: Snapshot) -> dict[Path, tuple[Tensor, bool]]:
+    def _trained(self, state: Snapshot) -> dict[PlacePath, tuple[Tensor, bool]]:
         """By path, the leaf tensors of a state with their requires_grad. The model's own parameters are omitted, since
         the engine freezes and releases them."""
         own = {id(parameter) for model in self.without or self.roots.values() for parameter in model.parameters()}
@@ -414,13 +414,13 @@ class Hooks:
     """The hooks of some modules, given with their paths, recorded on creation. A Snapshot walks the hooks, but does not
     compare the dicts that contain them: their keys are the ids of handles."""
 
-    def __init__(self, modules: Iterable[tuple[Path, nn.Module]], names: Iterable[str] = CALLED) -> None:
+    def __init__(self, modules: Iterable[tuple[PlacePath, nn.Module]], names: Iterable[str] = CALLED) -> None:
         held = ((path, name, module.__dict__.get(name)) for path, module in modules for name in names)
         self.recorded = [((*path, PathStep("attr", name)), d, dict(d)) for path, name, d in held if d is not None]
         self._empty = [hooks for _, hooks, content in self.recorded if not content]
         self._full = [entry for entry in self.recorded if entry[2]]
 
-    def changed(self) -> Iterator[tuple[Path, Any, Any]]:
+    def changed(self) -> Iterator[tuple[PlacePath, Any, Any]]:
         """The dicts of hooks that have changed, each as (path, dict, recorded content). Fast if there are none."""
         return (entry for entry in (self.recorded if any(self._empty) else self._full) if entry[1] != entry[2])
 
@@ -516,7 +516,7 @@ def kind_of_number(number: float) -> Hashable:
     return number > 0, math.ceil(math.log(abs(number), 4))
 
 
-def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
+def is_mentioned(place: PlacePath, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
     """Whether the code of the criterion, or code of modules that `unit` does not contain, mentions the name of `place`:
     their classes, and functions in their attributes. This code may then read the value that a call of the unit has
     written to the place. A decorator of the user that `unit` has too does not count. True for a place without a

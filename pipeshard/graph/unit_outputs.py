@@ -20,7 +20,7 @@ from torch import Size, Tensor, nn
 from pipeshard.errors import TraceError
 from pipeshard.graph.places import (
     MISSING,
-    Path,
+    PlacePath,
     content_of,
     format_path,
     is_comparable,
@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
     module: str = ""
     occurrence: int = 0
-    place: Path = ()
+    place: PlacePath = ()
     how: str = ""
 
     @property
@@ -81,7 +81,7 @@ logger = logging.getLogger("pipeshard")
 class Known:
     """A placeholder for an object that was reachable at `path` before the call."""
 
-    path: Path
+    path: PlacePath
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Opened:
     """A user's object or a mapping as a pytree node: its class, and the names and values of its content. The names of
     a sequence's items are their indices."""
 
-    def __init__(self, kind: Any, content: Mapping[Any, Any], known: Mapping[int, Path]) -> None:
+    def __init__(self, kind: Any, content: Mapping[Any, Any], known: Mapping[int, PlacePath]) -> None:
         self.kind, self.names = kind, tuple(content)
         self.values = [opened(value, known) for value in content.values()]
 
@@ -126,7 +126,7 @@ register_pytree_node(
 )
 
 
-def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
+def opened(content: Any, known: Mapping[int, PlacePath] | None = None) -> Any:
     """`content` as a pytree in which objects are nodes; an object whose id is in `known` is a Known leaf."""
     known = known or {}
     if isinstance(content, Tensor | str | int | float | None):
@@ -145,7 +145,7 @@ def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
     return content
 
 
-def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
+def resolve_from(path: PlacePath, unit: nn.Module, arguments: Any) -> Any:
     """The value at a place whose path starts at `unit` or at the `arguments` of its call."""
     return resolve(unit if path[0].key == UNIT else arguments, path[1:])
 
@@ -198,7 +198,7 @@ def _grows(before: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(now) > len(before) and all(a is b for a, b in zip(before, now))
 
 
-def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
+def _entries(change: Change, known: Mapping[int, PlacePath]) -> list[Any]:
     # Equal numbers may be one object, so a number stays a value and does not become an OldEntry.
     before = {id(entry): k for k, entry in enumerate(change.before) if not is_comparable(entry)}
     return [OldEntry(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
@@ -271,7 +271,7 @@ def _only_requires_gradient(hook: Callable[..., Any]) -> bool:
     return getattr(getattr(hook, "__code__", None), "co_names", ()) == ("requires_grad_",)
 
 
-def value_at(path: Path, unit: nn.Module, arguments: Any = None) -> Any:
+def value_at(path: PlacePath, unit: nn.Module, arguments: Any = None) -> Any:
     """The value at a place of `unit` or of the `arguments` of its call, or MISSING."""
     with suppress(AttributeError, KeyError, IndexError, TypeError):
         return resolve_from(path, unit, arguments)
@@ -297,7 +297,7 @@ def listened(unit: nn.Module) -> list[str]:
     return [path for path, module in unit.named_modules() if path and module._forward_hooks]
 
 
-def flattened(result: Any, known: Mapping[int, Path]) -> tuple[list[Any], TreeSpec]:
+def flattened(result: Any, known: Mapping[int, PlacePath]) -> tuple[list[Any], TreeSpec]:
     """The leaves and the tree of a unit's result, in the same form as in a trace."""
     return tree_flatten(opened(result, known))
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.dataflow import Call, Carried, Dataflow, Wanted
-from pipeshard.graph.places import PLAIN, Path
+from pipeshard.graph.places import PLAIN, PlacePath
 from pipeshard.graph.shapes import Count, TensorSpec
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
@@ -216,7 +216,7 @@ class Step:
     again: bool = False
     alone: bool = False
     tensors: tuple[TensorSpec, ...] = ()
-    observed: tuple[tuple[Path, range | None], ...] = ()
+    observed: tuple[tuple[PlacePath, range | None], ...] = ()
 
     @property
     def aside(self) -> bool:
@@ -334,7 +334,7 @@ def _held_step(
     )
 
 
-def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[tuple[Path, range | None]]:
+def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[tuple[PlacePath, range | None]]:
     """The places in reach of this call's unit that code on other stages reads, each with the range of the plain values
     that the call leaves there, or None."""
     call = flow.calls[index]

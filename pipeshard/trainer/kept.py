@@ -23,8 +23,8 @@ from pipeshard.graph.places import (
     GENERATORS,
     LARGEST_ARRAY,
     PLAIN,
-    Path,
     PathStep,
+    PlacePath,
     content_of,
     is_object,
     is_same,
@@ -67,8 +67,8 @@ class KeptState(Snapshot):
         self.trainer, self.copies = trainer, copies
         self.roots = _roots(trainer)
         self.marks: list[Any] = []  # one per tensor
-        self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large arrays, with their sums
-        self.files: list[tuple[Path, Any, int]] = []
+        self.arrays: list[tuple[PlacePath, np.ndarray[Any, Any], int]] = []  # large arrays, with their sums
+        self.files: list[tuple[PlacePath, Any, int]] = []
         self._of_threads = _changed_by_threads(trainer)
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
         self._apart = {id(value): (PathStep("root", "trainer"), PathStep("attr", name)) for name, value in named}
@@ -115,7 +115,7 @@ class KeptState(Snapshot):
             if isinstance(value, Tensor) or _code(value) != sums[id(value)]:
                 raise self._refused(path, value)
 
-    def _refused(self, path: Path, value: Any) -> UsageError:
+    def _refused(self, path: PlacePath, value: Any) -> UsageError:
         """The error for a tensor or a large array that was written to, and cannot be restored."""
         is_sparse = isinstance(value, Tensor) and value.layout is not torch.strided  # has no nbytes
         size = "" if is_sparse else f" ({value.nbytes / 2**20:.1f} MiB)"
@@ -135,7 +135,7 @@ class KeptState(Snapshot):
             "the model call"
         )
 
-    def _skips(self, path: Path, value: Any) -> bool:
+    def _skips(self, path: PlacePath, value: Any) -> bool:
         """Whether the walk skips the value. Also records large arrays and open files."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST_ARRAY:
             self.arrays.append((path, value, _code(value)))
@@ -146,7 +146,7 @@ class KeptState(Snapshot):
     def _ways_to_hold(self, value: Any) -> Iterable[str]:
         return ("attr",) if value is self.trainer else super()._ways_to_hold(value)
 
-    def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
+    def _entries(self, path: PlacePath, content: Any) -> Iterable[tuple[Any, Any]]:
         is_long = len(content) > LONG or path[-1].key == "log_history"
         return () if is_long else super()._entries(path, content)
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeshard.distributed.collectives import reason
 from pipeshard.errors import UsageError, explained
-from pipeshard.graph.places import PLAIN, Path, format_path, resolve
+from pipeshard.graph.places import PLAIN, PlacePath, format_path, resolve
 
 TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
@@ -34,13 +34,13 @@ class ValueWriter(pickle.Pickler):
     """Pickles values for a ValueReader. `known` contains the paths, by id, of objects that other ranks also have. The
     paths begin at one of `roots`."""
 
-    def __init__(self, known: Mapping[int, Path], roots: Mapping[str, Any]) -> None:
+    def __init__(self, known: Mapping[int, PlacePath], roots: Mapping[str, Any]) -> None:
         self.known, self.roots = known, roots
         self.tensors: dict[int, tuple[int, Tensor]] = {}  # by id: the tensor's number, and the tensor, kept alive
         self.content = io.BytesIO()
         super().__init__(self.content)
 
-    def persistent_id(self, value: Any) -> Path | int | None:
+    def persistent_id(self, value: Any) -> PlacePath | int | None:
         """The path of a known object, or the number of a tensor. None for any other value, which is pickled."""
         if isinstance(value, PLAIN):
             return None
@@ -52,7 +52,7 @@ class ValueWriter(pickle.Pickler):
             raise pickle.PicklingError(f"it holds an instance of {type(value).__name__}")
         return None
 
-    def path_of(self, value: Any) -> Path | None:
+    def path_of(self, value: Any) -> PlacePath | None:
         """The path at which other ranks find this object, or None."""
         path = self.known.get(id(value))
         if path is None or _is_of_set(path, self.roots):
@@ -87,7 +87,7 @@ class ValueReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return attrgetter(name)(sys.modules[module])  # imports nothing
 
-    def persistent_load(self, said: Path | int) -> Any:
+    def persistent_load(self, said: PlacePath | int) -> Any:
         """This rank's object at a path, or the tensor of a number. Raises UsageError if this rank has no such
         object."""
         if isinstance(said, int):
@@ -139,13 +139,13 @@ def is_apart(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in TRAINER_LIBRARIES
 
 
-def place_name(path: Path) -> str:
+def place_name(path: PlacePath) -> str:
     """A path in the user's notation, such as `self.name`."""
     name = format_path(path[1:])
     return f"self.{name}" if path[0].key == "trainer" else f"{path[0].key}.{name}"
 
 
-def _is_of_set(path: Path, roots: Mapping[str, Any]) -> bool:
+def _is_of_set(path: PlacePath, roots: Mapping[str, Any]) -> bool:
     """Whether a path cannot be resolved, or leads through a set, whose order may differ between ranks."""
     holder = roots[path[0].key]
     for step in path[1:]:
