@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.ties import share_weights
 
 
@@ -17,14 +17,21 @@ class LayerSpec:
     Attributes:
         builds: the number of times this process has built the layer with allocated parameters.
 
-    Raises ConfigurationError for a `typename` that is a module or cannot be called.
+    Raises ConfigurationError for a `typename` that cannot be called, and UsageError for modules that are already built.
     """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
-        if not callable(typename) or isinstance(typename, nn.Module):
+        if not callable(typename):
             raise ConfigurationError(
                 f"LayerSpec requires a module class or a function that builds a module, got {typename!r}: pass a class "
-                "or function, followed by its arguments, or put a module itself into the list of layers"
+                "or function, followed by its arguments"
+            )
+        modules = [value for value in (typename, *module_args, *module_kwargs.values()) if isinstance(value, nn.Module)]
+        if built := next((module for module in modules if module is typename or module.state_dict()), None):
+            raise UsageError(
+                f"LayerSpec got an instance of {type(built).__name__}, but LayerSpec builds the whole layer itself, on "
+                "the rank that holds the layer: pass a class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the "
+                "layer directly into the list of layers, as a module"
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
         self.builds = 0

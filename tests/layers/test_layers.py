@@ -705,10 +705,19 @@ def test_what_fails_on_one_stage_is_told_on_all(pool: Pool) -> None:
     assert {"failed in booster.boost" in text for text in (first, second)} == {True, False}
 
 
-def test_a_spec_of_a_module_that_is_built_is_refused() -> None:
-    """It ended in an error of torch about copies of tensors on meta."""
-    with pytest.raises(ConfigurationError, match=r"LayerSpec requires .*put a module itself into the list of layers"):
-        LayerSpec(nn.Linear(2, 2))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LayerSpec(nn.Linear(2, 2)),
+        lambda: LayerSpec(nn.Sequential, nn.Linear(2, 2)),
+        lambda: LayerSpec(nn.TransformerEncoder, encoder_layer=nn.TransformerEncoderLayer(4, 2), num_layers=2),
+    ],
+)
+def test_a_spec_of_a_module_that_is_built_is_refused(make: Callable[[], LayerSpec]) -> None:
+    """Two ended in an error of torch about copies of tensors on meta. In the third, torch copies the layer: its values
+    were those of each rank's own random numbers, so replicas began to train from different weights."""
+    with pytest.raises(UsageError, match=r"LayerSpec got an instance of \w+,.*the layer directly"):
+        make()
 
 
 class Listed(nn.Sequential):
@@ -719,7 +728,6 @@ class Listed(nn.Sequential):
 @pytest.mark.parametrize(
     "spec",
     [
-        lambda layer: LayerSpec(nn.Sequential, layer),
         lambda layer: LayerSpec(Listed, [layer]),
         lambda layer: LayerSpec(lambda: layer),
         lambda layer: LayerSpec(functools.partial(nn.Sequential, layer)),
