@@ -96,7 +96,7 @@ ADVICE = {
     "shorter or fewer samples in a microbatch": "a smaller max_length or per_device_train_batch_size",
     "--recompute, or model.gradient_checkpointing_enable()": "gradient_checkpointing, or recompute=1",
     "omit --recompute": "set gradient_checkpointing=false",
-    "adapters (--lora), or more stages": "adapters (use_peft), or more stages (pp)",
+    "adapters (--lora), more stages": "adapters (use_peft), more stages (pp)",
     "quantization_config=BitsAndBytesConfig(load_in_4bit=True)": "load_in_4bit=true",
     "in Python, pass a model built with from_pretrained(..., trust_remote_code=True)": "set trust_remote_code=true",
     "omit quantization_config": "set load_in_4bit=false and load_in_8bit=false",

@@ -419,7 +419,8 @@ def said(*arguments: str) -> Result:
         (
             ["--dry_run", "--device_memory", "1MB", "--gradient_checkpointing=false", "--max_length=64"],
             "but its device_memory is 1.00 MB. Possible remedies: a smaller max_length or per_device_train_batch_size, "
-            "activation recompute (gradient_checkpointing, or recompute=1), adapters (use_peft), or more stages (pp)",
+            "activation recompute (gradient_checkpointing, or recompute=1), adapters (use_peft), more stages (pp) on "
+            "more ranks, or more memory",
         ),
         (
             ["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"],
@@ -870,7 +871,7 @@ def test_a_plan_fits_with_the_slices_of_the_run(tmp_path: Path) -> None:
         refused = said(*asked, limit, f"--num_slices={number}")
         assert refused.exit_code == 1 and f"error: with {slices}, rank " in refused.output
         assert "Possible remedies: num_slices=16 (fits), a smaller max_length or per_device" in refused.output
-        assert "recompute=1), adapters (use_peft), or more stages (pp)" in refused.output
+        assert "recompute=1), adapters (use_peft), more stages (pp) on more ranks, or more memory" in refused.output
     for number in ("16", "32"):
         found = said(*asked, limit, f"--num_slices={number}")
         rows = [line.split() for line in found.output.partition("Slices of 1f1b")[2].splitlines()]

@@ -72,7 +72,7 @@ FULL = 4  # bytes of an fp32 element
 # The advice for a model that needs too much memory.
 REMEDIES = (
     "shorter or fewer samples in a microbatch, activation recompute (--recompute, or "
-    "model.gradient_checkpointing_enable()), adapters (--lora), or more stages"
+    "model.gradient_checkpointing_enable()), adapters (--lora), more stages on more ranks, or more memory"
 )
 
 

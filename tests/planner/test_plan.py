@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
     message = str(error.value)
     assert "with schedule 'gpipe', rank" in message and "its device_memory is 600 kB" in message
     assert "optimizer" in message and "schedule 1f1b" in message and "recompute" in message
-    with pytest.raises(PartitionError, match=r"Possible remedies: shorter or fewer .*, or more stages$"):
+    with pytest.raises(PartitionError, match=r"Possible remedies: shorter or fewer .*, or more memory$"):
         planned("llama", device_memory="230kB", optimizer="adamw")
     assert planned("llama", device_memory="345kB", optimizer="none", schedule="1f1b").estimate.fits
     with pytest.raises(PartitionError, match=r"but its device_memory is 300 kB\. Possible remedies: "):

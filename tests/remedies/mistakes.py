@@ -367,7 +367,7 @@ BOOSTS = {
     ),
     "a limit that is too low": Remedy(
         (ERRORS + "`PartitionError`: no program that fits within `memory_limit`",),
-        r"found no program that fits in the memory of 2 ranks \(limit per rank: 1.00 kB\). Possible remedies: ",
+        r"found no program that fits in the memory of 2 ranks \(limit per rank: 1.00 kB\). .*more memory",
         Training(options={"schedule": "auto", "memory_limit": 1000}),
         (Training(options={"schedule": "auto", "memory_limit": "1GB"}),),
     ),
