@@ -400,6 +400,20 @@ def test_a_slow_model_is_given_up_after_two_layers() -> None:
     model = Slow(count=24)
     model.layers = nn.ModuleList(Counted(8, 8) for _ in range(24))
     ran: list[int] = []
+    Counted.runs = 0
+    with mock.patch.object(_Proving, "_prove_smaller", lambda _: ran.append(Counted.runs) or True):
+        proof_in_time(model, 5.0)
+    assert ran == [2]
+
+
+def test_a_slow_model_with_a_tower_that_does_not_run_is_given_up_after_two_layers() -> None:
+    """The vision tower of PaliGemma has more modules than its language model, which has more parameters: a batch of
+    texts runs no layer of the tower, so `boost` waited for a whole step."""
+    model = Slow(count=24)
+    model.layers = nn.ModuleList(Counted(8, 8) for _ in range(24))
+    model.tower = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(24))
+    ran: list[int] = []
+    Counted.runs = 0
     with mock.patch.object(_Proving, "_prove_smaller", lambda _: ran.append(Counted.runs) or True):
         proof_in_time(model, 5.0)
     assert ran == [2]
