@@ -142,6 +142,20 @@ def prove_at_boost(
     else:
         tried = [drawn] if drawn is sample else [drawn, sample]  # a model may accept only some tokens
 
+    def of_first_that_runs(seconds: float | None, note: Callable[[], None], large: Large | None) -> Proof:
+        """Prove on the first of these batches on which the model runs. If it runs on none, return the Proof of the
+        first batch."""
+        first, remaining = Proof(UNPROVEN), seconds
+        for batch in tried:
+            made = prove(of_world, grid.device, model, optimizer, criterion, batch, remaining, note, large)
+            if made.kind != UNPROVEN:
+                return made
+            first = made if batch is tried[0] else first
+            remaining = None if remaining is None else remaining - made.seconds
+            if made.dependent or (remaining is not None and remaining <= 0):
+                break
+        return first
+
     def work(note: Callable[[], None]) -> Proof:
         if not is_split:
             return Proof(UNPROVEN, "with one stage and one microbatch there is nothing to compare: pass --pp 2 or more")
@@ -153,21 +167,7 @@ def prove_at_boost(
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
         seconds = (SECONDS_OF_LARGE if large or is_cut else SECONDS) if auto else None
 
-        def compare() -> Proof:
-            """Prove on the first of these batches on which the model runs. If it runs on none, return the Proof of the
-            first batch."""
-            first, remaining = Proof(UNPROVEN), seconds
-            for batch in tried:
-                made = prove(of_world, grid.device, model, optimizer, criterion, batch, remaining, note, large)
-                if made.kind != UNPROVEN:
-                    return made
-                first = made if batch is tried[0] else first
-                remaining = None if remaining is None else remaining - made.seconds
-                if made.dependent or (remaining is not None and remaining <= 0):
-                    break
-            return first
-
-        made = compare()
+        made = of_first_that_runs(seconds, note, large)
         if made.kind not in (EXACT, PARTLY) or not is_sliced:
             return made
         token = padding_token(model)
