@@ -76,12 +76,12 @@ def _check(program: Program, p: int) -> None:
             f"{counted(len(program.placement), 'stage')}, but pp_size={p}: pass a program for "
             f"pp_size={p} with the same number of stages on each rank"
         )
+    _count(program)
     if program.placement != tuple(range(p)) * v and not is_v(program.placement, p):
         raise ConfigurationError(
             f"schedule {program.name!r} places its stages on ranks {program.placement}: stage s must be on rank s % p, "
             "or, with two stages per rank, in a V (0, 1, ..., p-1, p-1, ..., 1, 0)"
         )
-    _count(program)
     forwards = [action for actions in program.ranks for action in actions if action.kind is Kind.F]
     for earlier, later in itertools.pairwise(sorted(forwards, key=lambda action: action.stage)):  # a stable sort
         if earlier.stage == later.stage and earlier.microbatch > later.microbatch:

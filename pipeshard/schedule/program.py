@@ -86,7 +86,8 @@ class Program:
         Each line has the cells of one rank, such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward),
         I (input gradients) and W; empty cells are idle time; the two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
 
-        Raises ConfigurationError for other cells; `program_of` checks all other rules.
+        Raises ConfigurationError for other cells. `program_of`, which a plugin calls, checks all other rules: call it
+        before `simulate`.
         """
         path = Path(path)
         with path.open(newline="") as file:

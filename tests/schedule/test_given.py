@@ -105,7 +105,11 @@ FB = make_program("1f1b", P, 1)
         (make_program("1f1b", P, M - 1), ConfigurationError, "is for num_microbatches=3, but the step has 4"),
         (make_program("1f1b", 3, M), ConfigurationError, "is for 3 ranks and 3 stages, but pp_size=2"),
         (lambda p, m, v: Program("x", m, (0, 1, 0), FB.ranks), ConfigurationError, "for 2 ranks and 3 stages"),
-        (lambda p, m, v: Program("x", m, (1, 0), FB.ranks), ConfigurationError, "stage s must be on rank s % p"),
+        (
+            lambda p, m, v: Program("x", m, (1, 0), make_program("1f1b", p, m).ranks[::-1]),
+            ConfigurationError,
+            "places its stages on ranks (1, 0): stage s must be on rank s % p",
+        ),
         (lambda p, m, v: Program("x", m, (0, 1), ((), ())), ConfigurationError, "rank 0 has B0@0 0 times, not 1: pass"),
         (lambda p, m, v: add_communication(make_program("1f1b", p, m)), ConfigurationError, "SendF0@0 1 time, not 0"),
         (lambda p, m, v: Program("x", m, (0, 1), FB.ranks), ConfigurationError, "rank 0 has B1@0 0 times, not 1"),
@@ -153,6 +157,7 @@ def test_an_order_in_which_an_action_lacks_its_input_is_refused(order: list[Kind
         ("0F0,0SEND_F0,0B0", "'0SEND_F0' is not a compute action"),
         ("0F0,0B0\n0F0,0B0", "is for 2 ranks and 1 stage"),
         ("0F0,0B0\n2F0,2B0", "rank 1 has B0@1 0 times, not 1"),
+        ("0F0,0B0\n0F0,1F0,1B0,0B0", "rank 0 has F0@0 1 time, not 0"),
         ("", "is for num_microbatches=0, but the step has 1"),
     ],
 )
