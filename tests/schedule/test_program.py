@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import pipeshard.schedule.program as program_module
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, DeadlockError
+from pipeshard.schedule.given import program_of
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Action, Kind, Program, forward_only
 from pipeshard.schedule.schedules import make_program, num_chunks
@@ -100,47 +101,27 @@ def test_sizes_below_one_are_refused(p: int, m: int) -> None:
         make_program("gpipe", p, m)
 
 
-def test_check_refuses_what_is_missing_doubled_or_misplaced() -> None:
+def test_what_is_missing_doubled_or_misplaced_is_refused() -> None:
     program = make_program("gpipe", 2, 2)
     first = program.ranks[0]
-    with pytest.raises(ValueError, match="rank 0 has B1@0 0 times, not 1"):
-        check(replace_rank(program, 0, first[:-1]))
-    with pytest.raises(ValueError, match="rank 0 has F0@0 2 times, not 1"):
-        check(replace_rank(program, 0, first[:1] + first))
-    with pytest.raises(ValueError, match="rank 0 has F0@1 1 time, not 0"):
-        check(replace_rank(program, 0, (*first, Action(F, 0, 1))))
-    with pytest.raises(ValueError, match=r"placed on ranks \[5\], but the program has only 2 ranks"):
-        check(dataclasses.replace(program, placement=(0, 5)))
+    with pytest.raises(ConfigurationError, match="rank 0 has B1@0 0 times, not 1"):
+        program_of(replace_rank(program, 0, first[:-1]), 2, 2)
+    with pytest.raises(ConfigurationError, match="rank 0 has F0@0 2 times, not 1"):
+        program_of(replace_rank(program, 0, first[:1] + first), 2, 2)
+    with pytest.raises(ConfigurationError, match="rank 0 has F0@1 1 time, not 0"):
+        program_of(replace_rank(program, 0, (*first, Action(F, 0, 1))), 2, 2)
+    one = make_program("gpipe", 1, 1)
+    with pytest.raises(ConfigurationError, match="rank 0 has B0@0 0 times"):
+        program_of(replace_rank(one, 0, (Action(F, 0, 0), Action(W, 0, 0))), 1, 1)
 
 
-def test_check_refuses_an_illegal_order() -> None:
-    program = make_program("gpipe", 1, 1)
-    with pytest.raises(ValueError, match="rank 0 has B0@0 before F0@0"):
-        check(replace_rank(program, 0, program.ranks[0][::-1]))
-    with pytest.raises(ValueError, match="rank 0 has W0@0 before B0@0"):
-        check(replace_rank(program, 0, (Action(F, 0, 0), Action(W, 0, 0), Action(B, 0, 0))))
-    with pytest.raises(ValueError, match="rank 0 has B0@0 0 times"):
-        check(replace_rank(program, 0, (Action(F, 0, 0), Action(W, 0, 0))))
-
-
-def test_check_refuses_wrong_communication() -> None:
-    program = add_communication(forward_only(make_program("gpipe", 2, 1)))
-    receive, forward = program.ranks[1]
-    with pytest.raises(ValueError, match="rank 1 has F0@1 before RecvF0@1"):
-        check(replace_rank(program, 1, (forward, receive)))
-    with pytest.raises(ValueError, match="rank 1 has RecvF0@1 0 times, not 1"):
-        check(replace_rank(program, 1, (forward,)))
-    with pytest.raises(ValueError, match="rank 1 has SendF0@1 1 time, not 0"):
-        check(replace_rank(program, 1, (receive, forward, Action(Kind.SEND_F, 0, 1))))
-
-
-def test_check_knows_split_backwards_and_neighbours_on_one_rank() -> None:
+def test_split_backwards_and_neighbours_on_one_rank_are_known() -> None:
     folded = [Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 1), Action(W, 0, 1), Action(B, 0, 0), Action(W, 0, 0)]
     program = Program("folded", 1, (0, 0), (tuple(folded),))
-    check(program)
+    assert program_of(program, 1, 1, 2) == program
     folded[:2] = folded[1::-1]
-    with pytest.raises(ValueError, match="rank 0 has F0@1 before F0@0"):
-        check(replace_rank(program, 0, tuple(folded)))
+    with pytest.raises(DeadlockError, match="rank 0 waits in F0@1 for F0@0"):
+        program_of(replace_rank(program, 0, tuple(folded)), 1, 1, 2)
 
 
 def test_the_package_imports_only_the_standard_library() -> None:
