@@ -214,9 +214,11 @@ def _warn_of_uneven(policy: Policy) -> None:
         remedy = "The model can be split only at its CutPoints: add some inside its largest part, or use fewer stages"
     else:
         remedy = (
-            "Pass PipelinePlugin(partition='parameters'), mark cuts inside the largest unit with pipeshard.CutPoint, "
-            "or use fewer stages"
+            "Use fewer stages, or mark cuts inside the largest unit with pipeshard.CutPoint (in a PipelineModule, "
+            "divide the largest layer into several)"
         )
+        if policy.partition_by != "parameters":
+            remedy += ", or pass PipelinePlugin(partition='parameters')"
     logger.warning(
         "stage %d holds %.0f %% of the parameters of %s, so %d stages hardly save memory. %s",
         held.index(max(held)),

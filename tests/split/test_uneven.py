@@ -37,6 +37,14 @@ class Funnel(nn.Module):
         return {"loss": self.layers[7](self.layers[6](x.flatten(1))).pow(2).mean()}
 
 
+class Narrow(Funnel):
+    """A funnel whose last layer but one has most of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[7] = nn.Linear(60, 1)
+
+
 class AfterCuts(Funnel):
     """A funnel with CutPoints, of which the last ends the model."""
 
@@ -56,7 +64,8 @@ class AfterCuts(Funnel):
 @pytest.mark.parametrize(
     ("make", "partition", "remedy"),
     [
-        (Funnel, [1, 7], "Pass PipelinePlugin(partition='parameters')"),
+        (Funnel, [1, 7], "pass PipelinePlugin(partition='parameters')"),
+        (Narrow, "parameters", "Use fewer stages, or mark cuts inside the largest unit"),
         (Pair, "auto", "data-parallel replicas"),
         (AfterCuts, "auto", "only at its CutPoints"),  # it said that one unit is this large
         (Net, "auto", ""),
@@ -70,7 +79,7 @@ def test_a_stage_that_holds_most_of_the_model_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A vgg cut by time had 92 % of its parameters on one stage, and a bi-encoder all of them on each, and nobody was
-    told that the split saves no memory."""
+    told that the split saves no memory. A PipelineModule, which is cut by parameters, was advised to be cut so."""
     monkeypatch.setattr(boost, "LARGE", 0)
     torch.manual_seed(0)
     model = make()
@@ -78,6 +87,7 @@ def test_a_stage_that_holds_most_of_the_model_is_said(
     with caplog.at_level(logging.WARNING, "pipeshard"):
         boost._warn_of_uneven(policy)
     assert remedy in caplog.text and bool(caplog.text) == bool(remedy), caplog.text
+    assert partition != "parameters" or "partition=" not in caplog.text, caplog.text
 
 
 def test_a_small_model_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
