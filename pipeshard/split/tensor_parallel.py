@@ -83,7 +83,7 @@ def plan_of(
         if type(module).__name__ == "Conv1D" and (path in expanded or f"{path}.weight" in expanded):
             raise ConfigurationError(
                 f"{by}_plan shards {path}, a Conv1D, whose weight is the transpose of a linear layer's and cannot be "
-                f"sharded: omit it from the {by}_plan, or use {by}_size=1"
+                f"sharded: omit it from the {by}_plan, or use {by}_size=1 and more stages or fsdp=True"
             )
     if not expanded:
         raise ConfigurationError(
