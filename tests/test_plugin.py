@@ -439,13 +439,13 @@ def test_a_policy_of_one_s_own_decides_the_cuts(pool: Pool) -> None:
 
 
 def test_policies_are_found_by_class_base_class_and_model_type() -> None:
-    llama, gpt2 = zoo.build("llama"), zoo.build("gpt2")
+    llama, bert = zoo.build("llama"), zoo.build("bert")
     assert find_policy(nn.Linear(1, 1)) is Policy
-    assert find_policy(llama) is Policy and find_policy(gpt2).__name__ == "Gpt2Policy"
+    assert find_policy(llama) is Policy and find_policy(bert).__name__ == "BertPolicy"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipeshard.split.policy._REGISTRY", {})
-        register_policy("gpt2", type(llama).__mro__[1])(Backwards)
-        assert find_policy(llama) is Backwards and find_policy(gpt2) is Backwards
+        register_policy("bert", type(llama).__mro__[1])(Backwards)
+        assert find_policy(llama) is Backwards and find_policy(bert) is Backwards
         with pytest.raises(ConfigurationError, match="subclass of Policy"):
             register_policy("gpt2")(nn.Linear)  # type: ignore[type-var]
 
