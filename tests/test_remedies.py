@@ -33,12 +33,12 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "auxiliary losses of MoE routers": (
         "engine/test_loss.py::test_an_auxiliary_loss_beside_a_sum_names_the_trainer_s_remedies"
     ),
-    "batch norm, and modules with": "test_slices.py::test_statistics_of_positions_in_training",
+    "modules with `running_*` buffers": "test_slices.py::test_statistics_of_positions_in_training",
     "`nn.SyncBatchNorm`": "engine/test_state.py::test_batch_norm_once_a_batch",
     "gradient hooks, added after `boost`": "test_loop_gradients.py::test_hooks_that_would_not_run_are_refused",
     "`clip_grad_value_`, constant factors": "test_updates.py::test_a_norm_of_scaled_gradients_is_refused",
     "torch's `clip_grad_norm_` of gradients that are": "test_loop_gradients.py::test_a_norm_of_shards_is_refused",
-    "your own code that multiplies gradients": "test_updates.py::test_a_norm_of_ones_own_is_refused",
+    "your own code that multiplies all gradients": "test_updates.py::test_a_factor_of_one_stage_is_refused",
     "random noise that your loop generates": "test_updates.py::test_noise_that_is_drawn_in_turn_is_refused",
     "a plain call `model(**batch)` with `zero_stage=1`": (
         "engine/test_written_weights.py::test_what_one_replica_alone_has_written_is_refused_before_a_plain_call"
