@@ -524,6 +524,7 @@ def updates_of(sides: Any, change: Change) -> int:
             sides.optimizer.step()
         except UsageError as error:
             assert "norm of one stage's gradients" in str(error)
+            assert "Leave out a constant factor, or use the lr" in str(error)
             return step
         sides.optimizer.zero_grad()
     return 6
@@ -540,7 +541,8 @@ def scales(change: Change, in_hook: bool) -> int:
 @pytest.mark.turns
 @pytest.mark.parametrize("change", [by_hand, one_stage])
 def test_a_factor_of_one_stage_is_refused(pool: Pool, change: Change) -> None:
-    """Nothing told a loop that took the norm without torch's functions that each stage was scaled by another factor."""
+    """Nothing told a loop that took the norm without torch's functions that each stage was scaled by another factor.
+    A loop that halved the gradients of one stage was told to use a gradient hook, which replicas and ties refuse."""
     for in_hook in (False, True):
         assert pool.run(scales, 2, change, in_hook, timeout=120) == [0, 0]
 

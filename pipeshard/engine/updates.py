@@ -340,8 +340,7 @@ SCALED = (
     "Stages then train differently: a factor must not be computed from the norm of one stage's gradients. Clip by the "
     "norm of the whole model: PipelinePlugin(max_norm=...), or optimizer.clip_grad_by_norm(max_norm) before "
     "optimizer.step(). For your own factor, get the norm from optimizer.get_grad_norm(), which every rank must call. "
-    "For a constant factor of some parameters, use the lr of their group, or "
-    "parameter.register_hook(lambda gradient: gradient * factor)"
+    "Leave out a constant factor, or use the lr of a parameter group instead"
 )
 TOGETHER = (
     "Stages then train differently. Call optimizer.zero_grad() on every rank. If this depends on a value, use a "
