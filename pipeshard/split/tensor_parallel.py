@@ -32,6 +32,7 @@ EXAMPLES = {
     "tp": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}',
     "ep": f'{{"layers.*.mlp.experts": "{DISPATCH}", "layers.*.mlp.experts.gate_up_proj": "{EXPERTS}", ...}}',
 }
+INSTEAD = "more stages, fsdp=True or zero_stage=1"  # what else reduces the memory of a rank
 
 
 def plan_of(
@@ -83,12 +84,12 @@ def plan_of(
         if type(module).__name__ == "Conv1D" and (path in expanded or f"{path}.weight" in expanded):
             raise ConfigurationError(
                 f"{by}_plan shards {path}, a Conv1D, whose weight is the transpose of a linear layer's and cannot be "
-                f"sharded: omit it from the {by}_plan, or use {by}_size=1 and more stages or fsdp=True"
+                f"sharded: omit it from the {by}_plan, or use {by}_size=1 with {INSTEAD}"
             )
     if not expanded:
         raise ConfigurationError(
-            f"{by}_size={size}: {name} comes without {'a' if by == 'tp' else 'an'} {by}_plan. Use {by}_size=1, or pass "
-            f"a plan: PipelinePlugin({by}_plan={EXAMPLES[by]})"
+            f"{by}_size={size}: {name} comes without {'a' if by == 'tp' else 'an'} {by}_plan. Use {by}_size=1 with "
+            f"{INSTEAD}, or pass a plan: PipelinePlugin({by}_plan={EXAMPLES[by]})"
         )
     if by == "tp":
         _check_config(base, size)

@@ -456,10 +456,15 @@ def test_plans_that_cannot_be(plan: dict[str, str] | None, config: dict[str, Any
 
 @pytest.mark.parametrize("rule", ["transformer.h.*.mlp.c_fc", "transformer.h.*.mlp.c_fc.weight"])
 def test_a_transposed_linear_layer_is_not_sliced(rule: str) -> None:
+    """A user of GPT-2 with tp_size=2 was told to use tp_size=1, but GPT-2 did not fit into the memory of one rank: the
+    alternatives of the changelog were not in the error."""
+    alternatives = re.escape("tp_size=1 with more stages, fsdp=True or zero_stage=1")
     model = zoo.build("gpt2")
-    with pytest.raises(ConfigurationError, match=r"tp_plan shards transformer\.h\.0\.mlp\.c_fc, a Conv1D.* fsdp=True$"):
+    with pytest.raises(
+        ConfigurationError, match=rf"tp_plan shards transformer\.h\.0\.mlp\.c_fc, a Conv1D.*{alternatives}"
+    ):
         plan_of(model, 2, {rule: "colwise"}, find_policy(model).tp_plan)
-    with pytest.raises(ConfigurationError, match="tp_size=2: GPT2LMHeadModel comes without a tp_plan"):
+    with pytest.raises(ConfigurationError, match=f"tp_size=2: GPT2LMHeadModel comes without a tp_plan.*{alternatives}"):
         plan_of(model, 2, None, find_policy(model).tp_plan)
 
 

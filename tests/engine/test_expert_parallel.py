@@ -171,7 +171,7 @@ def test_copies_stay_equal(pool: Pool, pp: int, dp: int, options: dict[str, Any]
             "llama4_text",
             2,
             None,
-            "ep_size=2: Llama4ForCausalLM comes without an ep_plan. Use ep_size=1, or pass a plan",
+            "ep_size=2: Llama4ForCausalLM comes without an ep_plan. Use ep_size=1 with more stages, fsdp=True",
         ),
         ("llama", 2, None, "ep_size=2: LlamaForCausalLM comes without an ep_plan"),
         ("qwen3_moe", 2, {**PLAN, "model.experts": EXPERTS}, "ep_plan names model.experts, which Qwen3MoeForCausalLM"),
