@@ -6,6 +6,7 @@ by name, the states of all ranks form one checkpoint that any number of stages, 
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,7 @@ def converted(states: ParameterStates, convert: Callable[[StateKey, Tensor], Any
 
 
 def _is_leaf(value: Any) -> bool:
-    is_dict = type(value) is dict and all(type(key) is str for key in value)
+    is_dict = type(value) in (dict, OrderedDict) and all(type(key) is str for key in value)
     return not is_dict and type(value) not in (list, tuple)
 
 
@@ -119,7 +120,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     def readable(value: Any, what: str) -> Any:
         return plain(value, f"{what} of {type(optimizer.optim).__name__}", f", or {ONLY_MODEL}")
 
-    tensors = _state_tensors(states)
+    tensors = _state_tensors(states)  # `readable` encodes what it checks: it sees them on meta, without their values
 
     def as_parameter(place: StateKey, tensor: Tensor) -> Tensor:
         value, parameter = tensors.get(place, tensor), weights[place[0]].parameter
@@ -231,7 +232,7 @@ def _compared(group: Mapping[str, Any]) -> dict[str, str]:
 
 def content_flaw(content: Content, described: bool) -> str:
     """The reason why a dict from a file is not a valid Content, or "" if it is. With `described`, the tensors of
-    "state" must be on meta; otherwise they must have values."""
+    "state" must be on meta, except in lists and dicts (`_refuse_older_folder`); otherwise they must have values."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
     parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
@@ -252,11 +253,9 @@ def content_flaw(content: Content, described: bool) -> str:
     for name, values in states.items():
         if not _by_name(values, object):
             return f"the state of {name} is not a dict with string keys"
-        if old := [key for key in values if "::" in key]:
-            return f"{old[0]} of {name} has the name that an earlier version gave to a tensor in a list or dict"
         for (_, key), tensor in _state_tensors({name: values}).items():
-            if described and not tensor.is_meta:
-                return f"{key} of {name} is stored in the description, as 0.2.0 stored tensors in a list or dict"
+            if described and not tensor.is_meta and key in values:
+                return f"{key} of {name} is stored in the description"
             if not described and not has_content(tensor):
                 return f"{key} of {name} is without values"
         if VALUE in values and getattr(values[VALUE], "shape", None) != parameters[name].shape:
@@ -451,8 +450,21 @@ def _read_content(source: Path) -> Content:
     if problem := content_flaw(content, described):
         raise CheckpointError(f"{source} is damaged: {problem}. Load another checkpoint")
     if described:
+        _refuse_older_folder(source, content["state"])
         check_shards(source, _in_files(_state_tensors(content["state"])))
     return content
+
+
+def _refuse_older_folder(source: Path, described: States) -> None:
+    """Raise CheckpointError for a folder of version 0.2.0, whose description has the values of tensors in lists and
+    dicts: of a sharded parameter, these are only the first rank's."""
+    for (name, key), tensor in _state_tensors(described).items():
+        if not tensor.is_meta:
+            raise CheckpointError(
+                f"{source} was saved with version 0.2.0, which stored {key} of {name} in the description: with 0.2.0, "
+                "load it, and save it as one file (booster.save_optimizer(..., shard=False)). If it belongs to a "
+                "training state, load_training_state(..., optimizer=None), and load_optimizer with this file"
+            )
 
 
 def _problems(saved: Content, present: Content) -> Iterator[str]:

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,10 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Matrices(optim.SGD):
-    """Keeps a matrix for each dimension of a parameter, in lists, as SOAP and Shampoo; none for long dimensions."""
+    """Keeps a matrix for each dimension of a parameter, in lists, as SOAP and Shampoo; none for long dimensions.
+
+    With an OrderedDict, whose tensors were not found, each rank would load the first rank's slices, with no error.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -56,7 +60,7 @@ class Matrices(optim.SGD):
             state, sizes = self.state[parameter], parameter.shape
             if not state:
                 state["GG"] = [torch.zeros(n, n, dtype=torch.float64) if n < 64 else [] for n in sizes]
-                state["Q"] = {"left": (torch.eye(sizes[0]), None), "sizes": list(sizes)}
+                state["Q"] = OrderedDict(left=(torch.eye(sizes[0]), None), sizes=list(sizes))
             for dim, matrix in enumerate(state["GG"]):
                 if isinstance(matrix, Tensor):
                     rows = parameter.grad.movedim(dim, 0).reshape(len(matrix), -1).double()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import state_folder, untrusted
-from pipeshard.checkpoint.optimizer import VALUE, content_flaw
+from pipeshard.checkpoint.optimizer import DESCRIPTION, OPTIMIZER_FORMAT, VALUE, _read_content, content_flaw
 from pipeshard.checkpoint.safetensors_files import (
     StoredTensors,
     check_shards,
@@ -454,12 +454,14 @@ def test_slices_have_no_holes_and_do_not_overlap(tmp_path: Path) -> None:
         refused(lambda: check_shards(tmp_path, told), "is damaged: ")
 
 
-def test_a_description_that_is_none_is_refused() -> None:
+def test_a_description_that_is_none_is_refused(tmp_path: Path) -> None:
+    """An optimizer whose own state has a key such as Q::left was saved, and then refused by every load; a sound folder
+    of 0.2.0 with tensors in lists was called damaged, and to be replaced by another, which has the same tensors."""
     meta = torch.empty(3, device="meta")
     good: dict[str, Any] = {
         "parameters": {"w": meta},
         "param_groups": [{"params": ["w"], "lr": 0.1}],
-        "state": {"w": {"step": torch.empty((), device="meta"), "kind": 3}},
+        "state": {"w": {"step": torch.empty((), device="meta"), "kind": 3, "Q::left": meta}},
     }
     assert content_flaw(good, described=True) == ""
     assert content_flaw(good, described=False) == "step of w is without values"
@@ -479,8 +481,6 @@ def test_a_description_that_is_none_is_refused() -> None:
         ("state", {"v": {}}, "its state is not a dict of dicts, or belongs to unknown parameters"),
         ("state", {"w": {3: 3}}, "the state of w is not a dict with string keys"),
         ("state", {"w": {"step": torch.zeros(())}}, "step of w is stored in the description"),
-        ("state", {"w": {"Q": {"left": [torch.zeros(2)]}}}, "Q['left'][0] of w is stored in the description, as 0.2.0"),
-        ("state", {"w": {"Q::left::[0]": meta}}, "Q::left::[0] of w has the name that an earlier version gave"),
         (
             "state",
             {"w": {VALUE: torch.empty(4, device="meta")}},
@@ -491,6 +491,11 @@ def test_a_description_that_is_none_is_refused() -> None:
         assert what in content_flaw({**good, part: value}, described=True), (part, value)
     of_file = {"w": {"Q": {"left": [torch.zeros(2)]}}}  # also of version 0.2.0
     assert content_flaw({**good, "state": of_file}, described=False) == ""
+    torch.save({**good, "format": OPTIMIZER_FORMAT, "state": of_file}, tmp_path / DESCRIPTION)
+    refused(
+        lambda: _read_content(tmp_path),
+        r"with version 0.2.0, which stored Q\['left'\]\[0\] of w .*: with 0.2.0, load it",
+    )
     twice = {"w": {"Q": [meta], "Q[0]": torch.empty(2, device="meta")}}
     refused(
         lambda: content_flaw({**good, "state": twice}, described=True), "two tensors in the state of w have the name"
