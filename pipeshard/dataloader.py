@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
 from pipeshard.batch.read import collate
-from pipeshard.data.order import Order, packed, refuse_unseeded
+from pipeshard.data.order import Order, packed, refuse_unseeded, saved
 from pipeshard.data.place import OVER, LoaderPlace, Peekable
 from pipeshard.data.seeded import KeyedSampler, SeededCollate, SeededSamples
 from pipeshard.data.share import Share, SharedCollate, SharedSampler, SharedStream, length_of
@@ -308,7 +308,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
         If the length is unknown, this method may load the next batch, to determine whether the epoch is over.
 
-        Raises UsageError if an older iterator has been read since the newest one was created.
+        Raises UsageError if an older iterator has been read since the newest one was created, and CheckpointError for a
+        sampler's state that cannot be saved.
         """
         if self.place.is_left:
             raise UsageError(
@@ -321,7 +322,7 @@ class ResumableDataLoader(DataLoader[Any]):
         order = self._began if self.place.begun and not ended else self._order.state()
         kept = {"order": packed(order)} if order else {}
         if batches in self.place.last_entries and not ended:
-            kept["last_entry"] = self.place.last_entries[batches]
+            kept["last_entry"] = saved(self.place.last_entries[batches])
         return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -334,10 +335,10 @@ class ResumableDataLoader(DataLoader[Any]):
         sizes = self._sizes()
         # older states lack these keys: they are states of one replica, without a stream's number of workers
         complete = {"batches_at_once": 1, "workers": sizes.get("workers"), **state}
-        saved = {name: complete.get(name) for name in sizes}
-        if saved != sizes:
+        former = {name: complete.get(name) for name in sizes}
+        if former != sizes:
             raise CheckpointError(
-                f"the data position was saved with {saved}, but this dataloader has {sizes} (batch_size counts all "
+                f"the data position was saved with {former}, but this dataloader has {sizes} (batch_size counts all "
                 "replicas together, batches_at_once is the number of replicas, workers is num_workers, at least 1). "
                 "Create the dataloader from the same data with the same sizes, or pass dataloader=None to "
                 "load_training_state to start at the beginning"

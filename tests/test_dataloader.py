@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import io
 import itertools
@@ -11,6 +12,7 @@ import random
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -1197,6 +1199,45 @@ def test_a_position_with_many_values_can_be_loaded(tmp_path: Path, monkeypatch: 
     torch.save(untrusted.plain(packed(order.state()), "the position"), tmp_path / "position.pt")
     later.load_state(untrusted.load_plain(tmp_path / "position.pt", "a position", "load another"))
     assert other.indices == left.indices and type(other.indices) is type(left.indices)
+
+
+class Phase(enum.StrEnum):
+    WARM = "warm"
+
+
+class Named(Sampler[int]):
+    """Yields names, of which each is also an index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(Name(k) for k in range(22))
+
+    def __len__(self) -> int:
+        return 22
+
+
+class Name(int):
+    pass
+
+
+@pytest.mark.parametrize("value", [Phase.WARM, [Phase.WARM, 1], {Phase.WARM: 1}, (HTTPStatus.OK,)])
+def test_a_position_does_not_lose_a_class(value: Any) -> None:
+    """A sampler's phase, an enum of strings, was a plain string after a resume, of which `phase is Phase.WARM` is
+    false."""
+    sampler = Ordered()
+    order = Order(sampler)
+    sampler.indices = value
+    with pytest.raises(CheckpointError, match=r"would lose its class (Phase|HTTPStatus): .* plain numbers and strings"):
+        packed(order.state())
+    sampler.indices = [np.float64(2), np.str_("a"), np.bool_(True)]  # type: ignore[list-item]
+    assert packed(order.state())
+
+
+def test_an_entry_that_cannot_be_saved_is_refused_when_it_is() -> None:
+    loader = make(sampler=Named())
+    assert flat(loader) == list(range(22))
+    next(iter(loader))
+    with pytest.raises(CheckpointError, match="would lose its class Name"):
+        loader.state_dict()
 
 
 def test_a_position_is_as_large_as_in_its_file() -> None:

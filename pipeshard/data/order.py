@@ -249,7 +249,8 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def saved(value: Any) -> Any:
-    """A copy of a plain value, of types that JSON restores, tensors and bytes. Other types are marked."""
+    """A copy of a plain value, of types that JSON restores, tensors and bytes. Other types are marked. Raises
+    CheckpointError for an object whose class derives from str, int or float: JSON would lose the class."""
     if isinstance(value, defaultdict):
         return _marked("defaultdict", saved(dict(value)), getattr(value.default_factory, "__name__", None))
     if isinstance(value, Mapping) and type(value) is not dict:
@@ -268,6 +269,12 @@ def saved(value: Any) -> Any:
         return _marked("array", torch.from_numpy(value.copy()))
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, SCALARS) and type(value) not in SCALARS:
+        raise CheckpointError(
+            f"the data position contains {value!r}, which would lose its class {type(value).__name__}: in samplers and "
+            "streams, keep plain numbers and strings (such as the value of an enum), or give them state_dict and "
+            "load_state_dict"
+        )
     return copied_value(value)
 
 

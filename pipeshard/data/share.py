@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from pipeshard.data.order import Order, is_equal, is_plain, saved
+from pipeshard.data.order import Order, copied_value, is_equal, is_plain, saved
 from pipeshard.data.place import LoaderPlace, Peekable
 from pipeshard.data.reach import generators_of
 from pipeshard.data.seeded import Delegate
@@ -101,9 +101,9 @@ class SharedSampler(Sampler[Any]):
         Raises CheckpointError if the last skipped entry is not the one that was read before the position was saved.
         """
         step, last_entries = self.share.step, self.place.last_entries
-        skipped = [saved(entry) for entry in deque(islice(entries, self.skip), maxlen=1)]
+        skipped = [*deque(islice(entries, self.skip), maxlen=1)]
         expected = last_entries.get(self.skip // step)
-        if expected is not None and not is_equal(skipped, [expected]):
+        if expected is not None and not is_equal(saved(skipped), saved([expected])):
             raise CheckpointError(
                 f"{type(self.sampler).__name__} yields a different order than before the data position was saved: "
                 f"entry {self.skip - 1} differs. The loader restores the state of the samplers at the start of the "
@@ -116,7 +116,7 @@ class SharedSampler(Sampler[Any]):
             if number % step == 0 and is_plain(entry):
                 for taken in [batches for batches in last_entries if batches < self.place.batches]:
                     del last_entries[taken]
-                last_entries[number // step] = saved(entry)
+                last_entries[number // step] = copied_value(entry)
             yield entry
 
     def __len__(self) -> int:
