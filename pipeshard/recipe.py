@@ -81,8 +81,7 @@ class PipelineArguments:
 PLUGIN = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "chunks": "num_model_chunks"}
 PLUGIN |= {"microbatches": "num_microbatches", "schedule": "schedule", "num_slices": "num_slices"}
 PLUGIN |= {name: name for name in ("partition", "precision", "recompute", "zero_stage")}
-STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy")
-# Names of settings in other tools.
+# Names of settings in other tools, each with the names here.
 ALIASES = {argument: name for name, argument in PLUGIN.items()}
 ALIASES |= dict.fromkeys(("model", "base_model", "model_name"), "model_name_or_path")
 ALIASES |= dict.fromkeys(("data", "dataset", "dataset_path"), "dataset_name")
@@ -90,7 +89,8 @@ ALIASES |= dict.fromkeys(("batch_size", "micro_batch_size"), "per_device_train_b
 ALIASES |= dict.fromkeys(("stages", "pipeline_stages"), "pp") | dict.fromkeys(("output", "out"), "output_dir")
 ALIASES |= dict.fromkeys(("seq_len", "sequence_len", "max_seq_length"), "max_length")
 ALIASES |= {"epochs": "num_train_epochs", "lr": "learning_rate"}
-ALIASES |= {"num_processes": "pp", "num_machines": "nnodes", "mixed_precision": "bf16"}
+ALIASES |= dict.fromkeys(("num_processes", "accelerate_config", "use_fsdp"), "pp or dp")
+ALIASES |= {"num_machines": "nnodes", "rdzv_backend": "rdzv_endpoint", "mixed_precision": "bf16"}
 # The advice in the planner's errors, and the same advice for these settings.
 ADVICE = {
     "shorter or fewer samples in a microbatch": "a smaller max_length or per_device_train_batch_size",
@@ -132,9 +132,7 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
     options = {one.partition("=")[0].replace("-", "_") for one in arguments}
     if "__model_name_or_path" in options and "__model_config" not in options:
         settings.model_config = None  # it describes the model that the file names
-    for strategy in STRATEGIES:
-        if getattr(settings, strategy) is False:  # YAML reads no as False
-            setattr(settings, strategy, "no")
+    settings.num_slices = str(settings.num_slices)  # YAML may contain anything
     for name in ("checkpointing", "checkpointing_kwargs"):  # transformers 5 prefers the name activation_...
         if (value := getattr(settings, f"activation_{name}", None)) is not None:
             setattr(settings, f"gradient_{name}", value)
@@ -168,11 +166,16 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
         """TRL's parser. The settings remain a Namespace, since TrainingArguments would initialize a device."""
 
         def set_defaults_with_config(self, **config: Any) -> Any:
-            """Set the defaults from the file, and return unknown settings. Texts and numbers in the file are first
-            parsed like options, since argparse does not check defaults."""
-            plain = [name for name, value in config.items() if type(value) in (str, int, float)]
-            parsed, _ = self.parse_known_args([f"--{name}={config[name]}" for name in plain])
-            config |= {name: getattr(parsed, name) for name in plain if hasattr(parsed, name)}
+            """Set the defaults from the file, and return unknown settings. Texts, numbers and values of settings that
+            have choices are first parsed like options, since argparse does not check the choices of defaults."""
+            closed = {action.dest: action.default for action in self._actions if action.choices and not action.nargs}
+            options = {
+                name: f"--{name}={'no' if value is False else value}"  # YAML reads no as False
+                for name, value in config.items()
+                if type(value) in (str, int, float) or value != closed.get(name, value)
+            }
+            parsed, _ = self.parse_known_args([*options.values()])
+            config |= {name: getattr(parsed, name) for name in options if hasattr(parsed, name)}
             return super().set_defaults_with_config(**config)
 
         def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
@@ -207,12 +210,13 @@ def cuts_of(text: str) -> str | list[int] | list[str]:
     return entries if re.search(r"[,.]", text) and not text.startswith(("type:", "profile:", "speed:")) else text
 
 
-def unknown_settings(kind: str, names: Sequence[str], known: Collection[str]) -> str:
+def unknown_settings(kind: str, unknown: Sequence[str], known: Collection[str]) -> str:
     """The message for settings that a command does not have, each with the closest known names."""
     shown = []
-    for name in names:
+    for name in unknown:
         plain = re.split("[= ]", name.lstrip("-"))[0].replace("-", "_")
-        close = [ALIASES[plain]] if ALIASES.get(plain) in known else get_close_matches(plain, known, n=3)
+        names = ALIASES.get(plain, "").split(" or ")
+        close = names if all(one in known for one in names) else get_close_matches(plain, known, n=3)
         shown.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
     return f"pipeshard {kind} has no setting {', '.join(shown)}. pipeshard {kind} --help lists the settings"
 

@@ -441,6 +441,13 @@ def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments
         ("pp: 2\nlora: 8", "recipe.yaml (did you mean lora_"),
         ("schedule: auto", "error: argument --schedule: invalid choice: 'auto'"),
         ("dtype: bf16", "error: argument --dtype: invalid choice: 'bf16'"),
+        ("dtype: false", "error: argument --dtype: invalid choice: 'no'"),
+        ("schedule: null", "error: argument --schedule: invalid choice: 'None'"),
+        ("schedule: [1f1b]", "error: argument --schedule: invalid choice: \"['1f1b']\""),
+        ("precision: no", "error: argument --precision: invalid choice: 'no' (choose from 'bf16', 'fp16')"),
+        ("num_slices: null", "error: num_slices must be 'auto' or a positive integer, got 'None'"),
+        ("num_slices: true", "error: num_slices must be 'auto' or a positive integer, got 'True'"),
+        ("num_slices: [1]", "error: num_slices must be 'auto' or a positive integer, got '[1]'"),
         ("pp: 2.5", "error: argument --pp: invalid int value: '2.5'. pipeshard sft --help lists the settings"),
         ("- pp", "must contain a YAML mapping"),
         ("pp: [", "the --config file cannot be read: ParserError"),
@@ -448,6 +455,8 @@ def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    """`num_slices: null` ended in a traceback, `schedule: null` ran 1f1b, and `precision: no` was to be fp32, which is
+    refused."""
     if text is not None:
         (tmp_path / "recipe.yaml").write_text(text)
     ended = said("sft", f"--config={tmp_path}/recipe.yaml")
@@ -506,11 +515,19 @@ def test_every_unknown_setting_is_named_with_its_own_name(tmp_path: Path) -> Non
 
 
 def test_options_of_accelerate_are_translated(tmp_path: Path) -> None:
-    """A file for `trl sft --config`, with options that TRL passes on, asked whether dataset_num_proc was meant."""
-    (tmp_path / "recipe.yaml").write_text("num_processes: 4\naccelerate_config: zero2\nnum_machines: 2")
-    output, where = said("sft", f"--config={tmp_path}/recipe.yaml").output, f"in {tmp_path}/recipe.yaml"
-    assert f"num_processes {where} (did you mean pp?)" in output and f"accelerate_config {where}" in output
-    assert f"num_machines {where} (did you mean nnodes?)" in output
+    """A file for `trl sft --config`, with options that TRL passes on, asked whether dataset_num_proc was meant. Asked
+    whether accelerator_config was, a user renamed accelerate_config: TrainingArguments read `zero2` as a JSON file."""
+    meant = {
+        "num_processes: 4": "pp or dp",
+        "accelerate_config: zero2": "pp or dp",
+        "use_fsdp: true": "pp or dp",
+        "num_machines: 2": "nnodes",
+        "rdzv_backend: c10d": "rdzv_endpoint",
+    }
+    (tmp_path / "recipe.yaml").write_text("\n".join(meant))
+    output = said("sft", f"--config={tmp_path}/recipe.yaml").output
+    for text, names in meant.items():
+        assert f"{text.partition(':')[0]} in {tmp_path}/recipe.yaml (did you mean {names}?)" in output
 
 
 CHAT_TURNS = '{"role": "user", "content": "a"}'
