@@ -125,6 +125,10 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(pool: Pool, tmp_path: P
 SAVES = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
 
 
+def read_only(file: Path, missing_ok: bool = False) -> None:
+    raise PermissionError(f"{file} is read-only")
+
+
 def hurt(folder: Path) -> tuple[list[str], int, list[str]]:
     """Of four checkpoints the last two are hurt, and of one Trainer's random numbers, which nobody needs: what is said
     of each, and from which step a run then goes on."""
@@ -143,6 +147,9 @@ def hurt(folder: Path) -> tuple[list[str], int, list[str]]:
             with pytest.raises(CheckpointError) as caught:
                 trainer("causal", folder, {"pp_size": 2}, **SAVES).train(str(folder / f"checkpoint-{step}"))
             said.append(str(caught.value))
+        with mock.patch.object(Path, "unlink", read_only), pytest.raises(Exception, match="pth is read-only") as caught:
+            trainer("causal", folder, {"pp_size": 2}, **SAVES).train(str(folder / "checkpoint-2"))
+        assert "cannot be restored" not in str(caught.value)
         made = trainer("causal", folder, {"pp_size": 2}, **SAVES)
         made.add_callback(begins := Begins())
         made.train(resume_from_checkpoint=True)

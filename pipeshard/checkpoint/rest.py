@@ -95,7 +95,8 @@ def read_rest(file: Path) -> dict[str, Any]:
 
 def restoring(file: Path) -> AbstractContextManager[None]:
     """Context manager around the use of the content of `file`. Converts errors to CheckpointErrors that name the file:
-    generators, schedulers and dataloaders may raise anything for an invalid state."""
+    generators, schedulers and dataloaders may raise anything for an invalid state, or one of another class."""
+    advice = f"pass objects of the same classes and settings as in the save, or {ADVICE}"
     return explained(
-        lambda error: CheckpointError(f"{file} cannot be restored ({summary(error)}): {ADVICE}"), but=(PipeshardError,)
+        lambda error: CheckpointError(f"{file} cannot be restored ({summary(error)}): {advice}"), but=(PipeshardError,)
     )

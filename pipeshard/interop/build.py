@@ -93,7 +93,8 @@ class StageModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
         """Raise UsageError for a move to another device and for a cast: the rest of the model, such as its buffers
         outside all units, would be neither moved nor cast."""
-        for dtype, device in {(parameter.dtype, parameter.device) for parameter in self.parameters()}:
+        tensors: list[Tensor] = [*self.parameters()] or [*self.buffers()]
+        for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
             after = fn(torch.empty(0, dtype=dtype, device=device))
             if (after.dtype, after.device) != (dtype, device):
                 raise UsageError(

@@ -717,6 +717,24 @@ def test_blanks_of_earlier_lengths_are_freed() -> None:
     assert {shape[1] for shape, _ in {**replay._blanks, **replay._used} if len(shape) == 3} <= {10, 11}
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_stage_without_parameters_is_not_cast_after_build() -> None:
+    """The buffers of a first stage without parameters were cast, and the second stage raised the error: half a cast."""
+    split = build(nn.Sequential(Scaled(), nn.Linear(4, 4)), ["0"], None, {"input": torch.ones(2, 4)})
+    assert not [*split.stages[0].parameters()]
+    with pytest.raises(UsageError, match=r"stage 0 .* cannot be converted"):
+        split.bfloat16()
+    assert {buffer.dtype for buffer in split.buffers()} == {torch.float32}
+
+
 @pytest.mark.parametrize("target", [None, "apart"])
 def test_a_stage_is_not_moved_or_cast_after_build(target: str | None) -> None:
     """A user passed a config with bf16 to DeepSpeed, which cast the stage. The error of a step advised an argument that
