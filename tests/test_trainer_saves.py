@@ -11,6 +11,7 @@ import shutil
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,10 @@ from huggingface_hub import HfApi
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
+from pipeshard.checkpoint.random_state import random_state
 from pipeshard.checkpoint.state_folder import lock
 from pipeshard.errors import CheckpointError, UsageError
-from pipeshard.trainer.checkpoint import newest, refuse_broken, stamps
+from pipeshard.trainer.checkpoint import load_state, newest, refuse_broken, stamps
 from tests import zoo
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
@@ -501,3 +503,27 @@ def test_a_rank_that_cannot_look_at_checkpoints_is_named(
     (tmp_path / "checkpoint-1").mkdir()
     for message in pool.run(looking, 2, tmp_path, failing, broken):
         assert message.startswith("rank 0") == ("PermissionError: [Errno 13]" in message) == (failing == 0), message
+
+
+def load_invalid(folder: str) -> bool:
+    """Whether torch's generator is as before after the last rank's random state could not be set."""
+    grid = SimpleNamespace(world=dist.group.WORLD, first=dist.get_rank() == 0)
+    model: Any = SimpleNamespace(pipeline=SimpleNamespace(grid=grid))
+    before = torch.get_rng_state()
+    saved = random_state() | {"torch": torch.Generator().manual_seed(7).get_state()}
+    if not grid.first:
+        saved["python"] = (3, (), None)
+    others = dict.fromkeys(("load_checkpoint_weights", "load_optimizer", "read_rest", "restore_rest"), mock.DEFAULT)
+    own = mock.Mock(return_value=saved)
+    with (
+        mock.patch.multiple("pipeshard.trainer.checkpoint", own_random_state=own, **others),
+        pytest.raises(CheckpointError, match=r"rank 1 of 2: .*training.pt cannot be restored"),
+    ):
+        load_state(Path(folder), model, mock.Mock(), None)
+    return torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_invalid_random_state_leaves_the_generators_as_they_were(pool: Pool, tmp_path: Path) -> None:
+    """A script that caught the error of a checkpoint, and trained from scratch, drew other random numbers than without
+    the attempt, and on some ranks only."""
+    assert pool.run(load_invalid, 2, str(tmp_path)) == [True, True]

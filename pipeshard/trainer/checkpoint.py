@@ -134,12 +134,15 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         rest = read_rest(file)
         restore_rest([model], rest, lr_scheduler)
         random, before = own_random_state(rest, grid), random_state()
-        set_random_state(random)  # raises an error for an invalid state, before Trainer sets it in the epoch
-        set_random_state(before)
+        try:
+            set_random_state(random)  # raises an error for an invalid state, before Trainer sets it in the epoch
+        finally:
+            set_random_state(before)
     with together(grid.world):
-        for random_file in folder.glob(RANDOM) if grid.first else ():  # not used, and possibly partial
-            if not zipfile.is_zipfile(random_file):
-                random_file.unlink()
+        if grid.first:
+            for own in folder.glob(RANDOM):  # not used, and possibly partial: no rank waits for its write
+                if not zipfile.is_zipfile(own):
+                    own.unlink()
     return random
 
 
