@@ -183,6 +183,22 @@ def test_a_norm_of_the_only_layer_of_a_stage_is_refused_with_a_remedy(pool: Pool
     pool.run(norm_of_a_lone_layer, 2, timeout=120)
 
 
+def norm_of_a_replica() -> str:
+    """The error of the norm of this replica's part of a group."""
+    sides = Sides({"dp_size": 2, "zero_stage": 1}, sgd)
+    sides.split_loss(sides.batches(0))
+    with pytest.raises(UsageError, match=r"which another replica updates.*max_norm=") as refused:
+        clip_grad_norm_(sides.optimizer.param_groups[0]["params"], 0.01)
+    return str(refused.value)
+
+
+@pytest.mark.turns
+def test_the_error_of_a_norm_of_a_replica_s_part_does_not_advise_fewer_stages(pool: Pool) -> None:
+    """Replicas of one stage divided the updates of a group. The error of its norm advised to use fewer stages, although
+    there was only one."""
+    assert not any("stages" in refused for refused in pool.run(norm_of_a_replica, 2, timeout=120))
+
+
 def loss_scale() -> None:
     sides = Sides({}, sgd, precision="fp16")
     sides.split_loss(sides.batches(0))

@@ -22,10 +22,8 @@ from pipeshard.private import set_wrapped
 SCALED = (
     "torch.nn.utils.{} got gradients that are multiplied by the loss scale of precision='fp16' until optimizer.step()."
 )
-ALONE = (
-    "For the norm of a single parameter, pass the tensor instead of a list. For the norm of a module that is all that "
-    "a stage trains, use fewer stages"
-)
+ALONE = "For the norm of a single parameter, pass the tensor instead of a list"
+FEWER = ". For the norm of a module that is all that a stage trains, use fewer stages"
 
 FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm, clip_grad_value_
 
@@ -107,7 +105,8 @@ class NormGuard(Guard):
             is_lacking = elsewhere and elsewhere.isdisjoint(names.values())
             if here and is_lacking and all(id(parameter) in chosen for parameter in here):
                 problem = _problem(function, gradients, names.get(held[0], "a parameter"), min(elsewhere))
-                raise UsageError(f"{problem}. {ALONE}")
+                remedy = ALONE if min(elsewhere) in gradients.weights else ALONE + FEWER  # with ZeRO, replicas hold it
+                raise UsageError(f"{problem}. {remedy}")
 
 
 GUARD = NormGuard()
