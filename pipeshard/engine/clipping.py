@@ -328,10 +328,10 @@ class ModelGradients:
 STUCK = 10  # consecutive skipped steps with the smallest loss scale after which a warning is logged
 SKIPPED = (
     "the last %d steps were skipped, although the loss scale has already been reduced to %s: the gradients are not "
-    "finite (look for them in p.grad of model.named_parameters() before optimizer.step()). If the loss is not finite, "
-    "pass check_finite=True to PipelinePlugin to find the stage that computes non-finite values, or use "
-    "precision='bf16'. optimizer.zero_grad() does not clear the gradients of parameters in no optimizer, which "
-    "clip_grad_by_norm counts: call model.zero_grad()"
+    "finite (look for them on every rank, directly after execute_pipeline, in p.grad of model.named_parameters()). If "
+    "the loss is not finite, pass check_finite=True to PipelinePlugin to find the stage that computes non-finite "
+    "values, or use precision='bf16'. optimizer.zero_grad() does not clear the gradients of parameters in no "
+    "optimizer, which clip_grad_by_norm counts: call model.zero_grad()"
 )
 
 
