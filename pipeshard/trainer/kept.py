@@ -122,8 +122,8 @@ class KeptState(Snapshot):
         what = f"compute_loss modifies {place_name(path)}{size} in place"
         if isinstance(value, np.ndarray):
             return UsageError(
-                f"{what}, but a trace cannot undo a change to an array of more than 1 MiB: use a torch tensor, which "
-                "may have any size, or make the change in a callback"
+                f"{what}, but a change to an array of more than 1 MiB cannot be undone: use a torch tensor, and change "
+                "it after the model call, or make the change in a callback"
             )
         if self.copies:
             return UsageError(
