@@ -110,6 +110,18 @@ class DecayingByData(TrainerCallback):
                 parameter.data.mul_(0.9)
 
 
+class DecayingInCount(Trainer):
+    """Shrinks the weights where Trainer counts the operations of each batch, which is neither in its training_step nor
+    in a callback."""
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        with torch.no_grad():
+            for parameter in self.model_wrapped.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(0.9)
+        return 0
+
+
 def train(
     kind: type[Trainer], folder: str, plugin: dict[str, Any] | None = None, evaluates: bool = False, **others: Any
 ) -> Any:
@@ -118,6 +130,7 @@ def train(
         made.train()
         if evaluates:
             made.evaluate()
+        assert getattr(made, "_left", None) is None  # would keep gradients in memory
         return logs(made), getattr(made, "steps", 0)
 
 
@@ -135,6 +148,11 @@ def refused(folder: str) -> None:
         for callback in (Decaying(), DecayingByData()):
             with pytest.raises(UsageError, match=r"have changed between the batches of a window"):
                 trainer("causal", folder, {"pp_size": 2}, {"callbacks": [callback]}).train()
+        with (
+            mock.patch.object(TASKS["causal"], "kind", DecayingInCount),
+            pytest.raises(UsageError, match=r"have changed between the batches of a window"),
+        ):
+            trainer("causal", folder, {"pp_size": 2}, gradient_accumulation_steps=2).train()
 
 
 @pytest.mark.turns
