@@ -133,7 +133,8 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     if m < settings.pp and settings.num_slices == "1":
         cuts_rows = settings.microbatches and not is_one_row(settings)
         low = "microbatches and per_device_train_batch_size" if cuts_rows else "gradient_accumulation_steps"
-        yield f"a step has {counted(m, 'microbatch')} for {settings.pp} stages, which wait for each other: raise {low}"
+        remedy = f"raise {low} to at least {settings.pp}"
+        yield f"a step has {counted(m, 'microbatch')} for {settings.pp} stages, which wait for each other: {remedy}"
 
 
 # The ranks
@@ -267,7 +268,7 @@ def line(restarts: bool) -> Any:
                 click.echo(found if step else f"no complete checkpoint in {folder}: training begins at step 0")
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_log |= state.global_step >= state.max_steps  # also if logging_steps does not divide it
+            control.should_log |= control.should_training_stop  # also if logging_steps does not divide this step
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             shown = "".join(f"  {name} {float(logs[key]):.4g}" for key, name in SHOWN.items() if key in logs)

@@ -644,7 +644,10 @@ def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
     arguments = ["--config", toy(tmp_path / "recipe"), "--gradient_accumulation_steps=1"]
     with mock.patch.object(tuning, "start", return_value=0):
         trained = said("sft", *arguments)
-    waits = "note: a step has 1 microbatch for 2 stages, which wait for each other: raise gradient_accumulation_steps"
+    waits = (
+        "note: a step has 1 microbatch for 2 stages, which wait for each other: "
+        "raise gradient_accumulation_steps to at least 2"
+    )
     assert waits in trained.output and "dataset_name" not in trained.output
     planned = said("sft", *arguments, "--dry_run", "--max_length=8", "--dataset_name=none.jsonl")
     assert planned.exit_code == 0 and "1 microbatch of input_ids" in planned.output
@@ -654,8 +657,8 @@ def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "samples", "window", "asked", "message"),
     [
-        ("sft", 1, 1, 8, "a step has 1 microbatch for 2 stages.*: raise microbatches and per_device_train_batch_size"),
-        ("sft", 2, 1, 1, "a step has 1 microbatch for 2 stages.*: raise microbatches and per_device_train_batch_size"),
+        ("sft", 1, 1, 8, ".* 1 microbatch .*: raise microbatches and per_device_train_batch_size to at least 2"),
+        ("sft", 2, 1, 1, ".* 1 microbatch .*: raise microbatches and per_device_train_batch_size to at least 2"),
         ("sft", 1, 2, 2, None),
         ("sft", 2, 1, 8, None),
         ("dpo", 1, 1, 8, None),
@@ -674,7 +677,7 @@ def test_too_few_samples_for_the_microbatches_are_noted(
 def test_a_packed_batch_is_noted_as_one_microbatch() -> None:
     """`--packing --microbatches 8` ran one microbatch on two stages, since a packed batch is one row, and no note said
     so."""
-    for packing, message in (("bfd", "a step has 1 microbatch .*: raise gradient_accumulation_steps"), ("wrapped", "")):
+    for packing, message in (("bfd", ".*: raise gradient_accumulation_steps to at least 2"), ("wrapped", "")):
         arguments = ["--packing", f"--packing_strategy={packing}", "--per_device_train_batch_size=8"]
         settings = recipe.read("sft", arguments)
         settings.gradient_accumulation_steps, settings.microbatches = 1, 8
@@ -761,7 +764,7 @@ def test_the_line_shows_the_first_and_the_last_step(capsys: pytest.CaptureFixtur
     args, state = mock.Mock(output_dir="out"), mock.Mock(global_step=10, max_steps=12, is_world_process_zero=True)
     line.on_train_begin(args, state, None)
     for state.global_step in (11, 12):
-        control = transformers.TrainerControl()
+        control = transformers.TrainerControl(should_training_stop=state.global_step == 12)
         line.on_step_end(args, state, control)
         assert control.should_log == (state.global_step == 12)
     line.on_log(args, state, None, {"loss": 1.25})
