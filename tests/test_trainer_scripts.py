@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -103,7 +104,20 @@ def local_outputs() -> tuple[str, Any]:
 def test_outputs_of_a_class_that_has_no_name_are_refused_on_every_rank(pool: Pool) -> None:
     for message, shared in pool.run(local_outputs, 2):
         assert "the model's output cannot be sent (PicklingError: " in message and "local" in message
+        assert ".py file" in message
         assert type(shared) is Pair and torch.equal(shared.loss, torch.ones(2))
+
+
+def test_a_class_that_only_the_last_stage_has_imported_is_named() -> None:
+    """A loss stored an object of a module that it imports itself, late in training. The other ranks raised KeyError,
+    without the reason or a remedy."""
+    module: Any = ModuleType("of_last_stage")
+    module.Kind = type("Kind", (), {"__module__": module.__name__})
+    writer = ValueWriter({}, {})
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        writer.dump(module.Kind())
+    with pytest.raises(UsageError, match=r"sends of_last_stage\.Kind, which this rank has not imported: import it"):
+        ValueReader(writer.written, {}, torch.device("cpu")).load()
 
 
 class Judging(Trainer):

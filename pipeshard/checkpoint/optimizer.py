@@ -455,7 +455,7 @@ def _read_content(source: Path) -> Content:
     return content
 
 
-def _refuse_older_folder(source: Path, described: States) -> None:
+def _refuse_older_folder(source: Path, described: ParameterStates) -> None:
     """Raise CheckpointError for a folder of version 0.2.0, whose description has the values of tensors in lists and
     dicts: of a sharded parameter, these are only the first rank's."""
     for (name, key), tensor in _state_tensors(described).items():

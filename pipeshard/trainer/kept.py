@@ -34,9 +34,9 @@ from pipeshard.graph.places import (
 from pipeshard.graph.snapshot import Change, Snapshot, undo
 from pipeshard.graph.writes import sum_of_words
 from pipeshard.trainer.serialization import (
+    Pickled,
     ValueReader,
     ValueWriter,
-    WrittenValue,
     is_apart,
     is_of_script,
     place_name,
@@ -157,7 +157,7 @@ class KeptState(Snapshot):
 
     # changes sent to other ranks
 
-    def told(self, value: Any) -> WrittenValue:
+    def told(self, value: Any) -> Pickled:
         """The changes, and a value that compute_loss has returned or logged, for `adopt`. Raises UsageError for what
         cannot be sent."""
         tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
@@ -174,7 +174,7 @@ class KeptState(Snapshot):
         return writer.written
 
     @staticmethod
-    def adopt(trainer: Any, told: WrittenValue, device: torch.device) -> Any:
+    def adopt(trainer: Any, told: Pickled, device: torch.device) -> Any:
         """Apply the changes that another rank has `told`, and return the other rank's value."""
         reader = ValueReader(told, _roots(trainer), device)
         changes = [reader.load() for _ in range(reader.load())]  # finds all places before the first change

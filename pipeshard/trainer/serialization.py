@@ -26,8 +26,7 @@ from pipeshard.graph.places import PLAIN, PlacePath, format_path, resolve
 TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
 NAMED = (type, FunctionType, BuiltinFunctionType)
-# a pickle, and the arguments of `_placed` for each tensor
-WrittenValue = tuple[bytes, list[tuple[Tensor, str, bool, bool]]]
+Pickled = tuple[bytes, list[tuple[Tensor, str, bool, bool]]]  # a pickle, and the arguments of `_placed` for each tensor
 
 
 class ValueWriter(pickle.Pickler):
@@ -64,7 +63,7 @@ class ValueWriter(pickle.Pickler):
         raise pickle.PicklingError(f"it holds {place_name(path)}, whose path contains an object")
 
     @property
-    def written(self) -> WrittenValue:
+    def written(self) -> Pickled:
         return self.content.getvalue(), [
             (
                 tensor.detach().cpu(),
@@ -79,13 +78,20 @@ class ValueWriter(pickle.Pickler):
 class ValueReader(pickle.Unpickler):
     """Loads the values that a ValueWriter has pickled."""
 
-    def __init__(self, written: WrittenValue, roots: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, written: Pickled, roots: Mapping[str, Any], device: torch.device) -> None:
         content, tensors = written
         super().__init__(io.BytesIO(content))
         self.roots, self.tensors = roots, [_placed(device, *tensor) for tensor in tensors]
 
     def find_class(self, module: str, name: str) -> Any:
-        return attrgetter(name)(sys.modules[module])  # imports nothing
+        """The class or function of this name. Imports nothing: raises UsageError if this rank has not imported it."""
+        try:
+            return attrgetter(name)(sys.modules[module])
+        except (AttributeError, KeyError) as error:
+            raise UsageError(
+                f"the last stage sends {module}.{name}, which this rank has not imported: import it at the top of the "
+                "script"
+            ) from error
 
     def persistent_load(self, said: PlacePath | int) -> Any:
         """This rank's object at a path, or the tensor of a number. Raises UsageError if this rank has no such
@@ -113,7 +119,7 @@ def sending(where: str) -> AbstractContextManager[None]:
         lambda error: UsageError(
             "the last stage sends the model's outputs, and the results and changed state of compute_loss, to the other "
             f"ranks, but {where} cannot be sent ({reason(error)}): use tensors, arrays, numbers, strings, collections "
-            "of these, or objects of a class that every rank can import"
+            "of these, or objects of a class at the top of a module (a .py file, not a notebook cell)"
         )
     )
 

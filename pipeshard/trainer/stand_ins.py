@@ -34,7 +34,7 @@ from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only
 from pipeshard.replaced import replaced
 from pipeshard.trainer.refusals import refuse_prepared
-from pipeshard.trainer.serialization import ValueReader, ValueWriter, WrittenValue, sending
+from pipeshard.trainer.serialization import Pickled, ValueReader, ValueWriter, sending
 
 REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
 
@@ -244,19 +244,22 @@ def _drop(outputs: Any, inputs: Any) -> None:
 
 def _shared(outputs: Any, pipeline: Pipeline) -> Any:
     """The last stage's outputs, on every rank. Raises UsageError, on every rank, for outputs that cannot be sent."""
+    is_last = dist.get_rank() == pipeline.last_rank
+    said = share_value(_pickled(outputs) if is_last else "", pipeline.last_rank, pipeline.group)
+    if isinstance(said, str):
+        raise UsageError(said)
+    return outputs if is_last else ValueReader(said, {}, pipeline.device).load()
+
+
+def _pickled(outputs: Any) -> Pickled | str:
+    """The outputs as a ValueWriter pickles them, or the error for outputs that cannot be sent."""
     writer = ValueWriter({}, {})
-    said: WrittenValue | str
     try:
         with sending("the model's output"):
             writer.dump(outputs)
-        said = writer.written
     except UsageError as error:
-        said = str(error)
-    said = share_value(said, pipeline.last_rank, pipeline.group)
-    if isinstance(said, str):
-        raise UsageError(said)
-    is_last = dist.get_rank() == pipeline.last_rank
-    return outputs if is_last else ValueReader(said, {}, pipeline.device).load()
+        return str(error)
+    return writer.written
 
 
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
