@@ -401,6 +401,30 @@ class MarkingInList(Marking):
         return int(first.marks[0])
 
 
+class Tallies(Block):
+    """A layer that counts its calls in a dict."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.marks = {"scale": 2, "calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.marks["calls"] += 1
+        return super().forward(x)
+
+
+class Tallying(Marking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Tallies()
+
+    def begin(self, first: Any) -> None:
+        pass
+
+    def scale(self, first: Any) -> int:
+        return int(first.marks["scale"])
+
+
 SHARED = torch.Generator().manual_seed(3)
 
 
@@ -504,6 +528,13 @@ def test_numbers_that_units_leave_are_the_same_on_all_stages(pool: Pool, make: t
     layer computes from its weights and leaves in an attribute was another one, and so was the loss. A number in a list
     was taken for the list's earlier entry, which is the same object: IndexError."""
     assert pool.run(wrong, 2, make, timeout=200.0) == [[], []]
+
+
+@pytest.mark.turns
+def test_a_counter_in_a_dict_of_which_glue_reads_another_key_trains(pool: Pool) -> None:
+    """The second microbatch was refused: every number in a dict counted as read by other stages, also the counter, of
+    which each trace records only one value."""
+    assert pool.run(wrong, 2, Tallying, timeout=200.0) == [[], []]
 
 
 def refused_of_large(make: type[nn.Module]) -> str:
