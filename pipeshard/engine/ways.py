@@ -28,6 +28,7 @@ from pipeshard.split.route import observed_far
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a batch's sizes from the traced sizes
 Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in the unit
 SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes, ratios, thresholds, counts
+SHOWN = 400  # characters of a value in an error
 ROUNDS = 8  # rounds of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
     "A size, a number that a unit returns or leaves in an attribute, or whether a result has a gradient depends on the "
@@ -143,7 +144,7 @@ def _attributes_of(way: Way, stages: Sequence[int]) -> Iterator[Line]:
 
 def _is_value(constant: Any, deltas: tuple[int, ...]) -> str:
     value = constant.at(deltas) if isinstance(constant, Count) else constant
-    return f"is {value!r:.80}"
+    return f"is {value!r}"
 
 
 def plain(lines: Sequence[Line]) -> list[tuple[str, str, bool | None]]:
@@ -194,6 +195,8 @@ def _first_difference(mine: Sequence[Line], theirs: Sequence[Line]) -> tuple[Lin
 
 def _told(mine: Line | None, theirs: Line | None, here: str, there: str) -> str:
     if mine and theirs and mine.what == theirs.what:
-        return f"{mine.what} {mine.value} in the trace on {here}, but {theirs.value} on {there}"
-    shown = [f"{line.what} {line.value}" if line else "no other value crosses a cut" for line in (mine, theirs)]
+        return f"{mine.what} {mine.value:.{SHOWN}} in the trace on {here}, but {theirs.value:.{SHOWN}} on {there}"
+    shown = [
+        f"{line.what} {line.value:.{SHOWN}}" if line else "no other value crosses a cut" for line in (mine, theirs)
+    ]
     return f"{shown[0]} in the trace on {here}, but {shown[1]} on {there}"

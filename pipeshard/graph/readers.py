@@ -96,14 +96,14 @@ class Readers:
                         yield Observed(unit, place, frozenset(readers))
 
 
-def _as_text(place: PlacePath, value: Any) -> Iterator[tuple[PlacePath, str]]:
+def _as_text(place: PlacePath, value: Any, around: tuple[int, ...] = ()) -> Iterator[tuple[PlacePath, str]]:
     """The place if its value is a constant or a list of constants, or the entries of a dict that are, each with the
-    value as text."""
-    if type(value) is dict:
+    value as text. `around` are the ids of the dicts that contain the value, and that may be in it."""
+    if type(value) is dict and id(value) not in around:
         for key, entry in value.items():
-            yield from _as_text((*place, PathStep("item", key)), entry)
+            yield from _as_text((*place, PathStep("item", key)), entry, (*around, id(value)))
     elif is_constant(value) or (type(value) is list and all(map(is_constant, value))):
-        yield place, f"{value!r:.80}"
+        yield place, repr(value)
 
 
 def _names(settings: Settings, names_of: Callable[[CodeType], Iterable[str]]) -> set[str]:

@@ -377,6 +377,14 @@ class MarkingInDict(Marking):
         return int(first.marks["more"])
 
 
+class MarkingInCycle(MarkingInDict):
+    """Reads the number in a dict that contains itself."""
+
+    def begin(self, first: Any) -> None:
+        super().begin(first)
+        first.marks["self"] = first.marks
+
+
 class Lists(Block):
     """A layer that replaces the entries of a list by a number that the list may contain already."""
 
@@ -399,6 +407,24 @@ class MarkingInList(Marking):
 
     def scale(self, first: Any) -> int:
         return int(first.marks[0])
+
+
+class Lengthened(Lists):
+    """A layer with the number at the end of a long list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.marks[:0] = [0] * 50
+        return x
+
+
+class MarkingInLongList(MarkingInList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Lengthened()
+
+    def scale(self, first: Any) -> int:
+        return int(first.marks[-1])
 
 
 class Tallies(Block):
@@ -545,10 +571,10 @@ def refused_of_large(make: type[nn.Module]) -> str:
             return str(error)
 
 
-@pytest.mark.parametrize("make", [Marking, MarkingInDict, MarkingInList])
+@pytest.mark.parametrize("make", [Marking, MarkingInDict, MarkingInCycle, MarkingInList, MarkingInLongList])
 def test_numbers_that_units_compute_from_large_weights_are_refused(pool: Pool, make: type[nn.Module]) -> None:
     """Stages without the weights, which are too large to be lent, silently used another number if the unit left it in a
-    dict or in a list."""
+    dict or in a list. At the end of a long list, it was compared no longer, and a dict in itself ended the trace."""
     for message in pool.run(refused_of_large, 2, make, timeout=200.0):
         assert re.search(r"mark.* is .* in the trace on .*, but .* on ", message), message
 
