@@ -86,15 +86,20 @@ class Program:
         Each line has the cells of one rank, such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward),
         I (input gradients) and W; empty cells are idle time; the two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
 
-        Raises ConfigurationError for other cells. `program_of`, which a plugin calls, checks all other rules: call it
-        before `simulate`.
+        Raises ConfigurationError for other cells, and for a stage that is missing or on several ranks; `program_of`
+        checks all other rules.
         """
         path = Path(path)
         with path.open(newline="") as file:
             ranks = tuple(tuple(a for cell in row for a in _read(cell, path)) for row in csv.reader(file) if row)
-        placement = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
-        m = 1 + max((action.microbatch for actions in ranks for action in actions), default=-1)
-        return Program(path.stem, m, tuple(placement[stage] for stage in sorted(placement)), ranks)
+        holders = sorted({(action.stage, rank) for rank, actions in enumerate(ranks) for action in actions})
+        if not holders or [stage for stage, _ in holders] != [*range(len(holders))]:
+            raise ConfigurationError(
+                f"{path}: each stage from 0 to p*v-1 must be on one rank, but the pairs (stage, rank) of the file are "
+                f"{holders}"
+            )
+        m = 1 + max(action.microbatch for actions in ranks for action in actions)
+        return Program(path.stem, m, tuple(rank for _, rank in holders), ranks)
 
     @property
     def kinds(self) -> set[Kind]:
