@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import pipeshard
+from pipeshard.distributed.watch import NOTE
 from tests.hunt.nets import data
 from tests.pool import Pool
 from tests.remedies import lookahead, mistakes, nets
@@ -305,6 +306,7 @@ def test_an_error_of_a_step_in_microbatches_has_a_note_with_the_remedies(pool: P
     outcomes = pool.run(error_of_a_step, 2)
     notes = [note for name, notes in outcomes for note in notes if name == "IndexError"]
     assert any("pass num_microbatches=1 to PipelinePlugin" in note for note in notes), outcomes
+    assert all(note.startswith(NOTE) for note in notes)
 
 
 @pytest.mark.parametrize("name", OF_THE_CRITERION)

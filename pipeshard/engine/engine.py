@@ -19,6 +19,7 @@ from pipeshard.distributed.collectives import first_seed, gather, gather_lists, 
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.p2p import with_messages
 from pipeshard.distributed.progress import own_progress
+from pipeshard.distributed.watch import NOTE
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.cuts import BatchSplitter
 from pipeshard.engine.dependent import ADVICE, is_of_model, tracing
@@ -378,7 +379,7 @@ class Pipeline:
                 self._execute(program, train)
         except Exception as error:
             if len(planned[-1]) > len(read) and is_of_model(error):
-                error.add_note(ADVICE)
+                error.add_note(f"{NOTE}this step has several microbatches. {ADVICE}")
             raise
         finally:
             self.stages.end()

@@ -13,7 +13,9 @@ from pipeshard.cli import main
 from pipeshard.engine.recording import Recording
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule import add_communication, make_program
-from pipeshard.trial import _spawn
+from pipeshard.trial import _meet, _spawn
+from tests.remedies import nets
+from tests.remedies.training import Training, run
 
 MODEL = ["gpt2", "n_embd=32", "n_layer=4", "n_head=4", "vocab_size=61", "n_positions=32"]
 
@@ -39,6 +41,19 @@ def test_a_killed_process_is_one_line() -> None:
     traceback."""
     with pytest.raises(ConfigurationError, match=r"a process of the trial run failed: .* signal SIGKILL"):
         _spawn(killed, (), 1)
+
+
+def failing(rank: int, folder: str) -> None:
+    _meet(rank, 1, folder)
+    run(Training(nets.Graph, {"verify": False, "num_microbatches": 3}, batches=nets.nodes))
+
+
+@pytest.mark.turns
+def test_a_step_that_fails_is_told_by_its_error(tmp_path: Path) -> None:
+    """The line was the note about several microbatches, which every error of the model has in a step, instead of the
+    error."""
+    with pytest.raises(ConfigurationError, match="the trial run failed: IndexError"):
+        _spawn(failing, (str(tmp_path),), 1)
 
 
 @pytest.mark.turns
