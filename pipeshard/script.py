@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 FOLDER = "PIPESHARD_ERRORS"  # environment variable: the folder in which an agent's ranks record their errors
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # environment variable: torchrun's file for a rank's error, .../ATTEMPT/RANK/FILE
 # Classes of errors that another rank caused.
-OTHERS = ("RankError", "OtherBatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
+OTHERS = ("RankError", "DistBackendError", "DistNetworkError", "DistStoreError")
 # Parts of an error's text that differ between ranks: addresses, torch's prefix, and the note of `Watch`.
 _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?|^pipeshard: this is rank .*$", re.MULTILINE)
 

@@ -31,7 +31,7 @@ from pipeshard.distributed.failures import (
 from pipeshard.distributed.monitor import Monitor
 from pipeshard.distributed.peers import KILLED, Peers
 from pipeshard.distributed.progress import NOW, Timeout, allowed, collective_of, main_stack
-from pipeshard.errors import BatchError, RankError, is_of_all
+from pipeshard.errors import RankError, is_of_all
 
 logger = logging.getLogger("pipeshard")
 PERIOD = 0.25  # seconds between two checks of the store
@@ -48,10 +48,6 @@ NOTE = "pipeshard: "  # prefix of the note that records where an error occurred
 
 class Interrupt(RankError):
     """Raised in the training thread, at any point of its code, to interrupt the thread."""
-
-
-class OtherBatchError(RankError, BatchError):
-    """Another rank cannot use its part of a batch that all ranks have read."""
 
 
 class Watch:
@@ -171,8 +167,7 @@ class Watch:
             self._failed = mine, time.monotonic()
             error.add_note(f"{NOTE}this is {self.named(self.rank)}, in {NOW.where}")
             return None
-        is_of_batch = fault.kind == RAISED and fault.message.startswith(f"{BatchError.__name__}: ")
-        return (OtherBatchError if is_of_batch else RankError)(self._met(fault), fault)
+        return RankError(self._met(fault), fault)
 
     def _met(self, fault: Fault) -> str:
         """The text of a fault. If the faulty rank has reached the end of its program, the text names the call that is
