@@ -97,13 +97,13 @@ class Ragged:
         """
         sides = self._sides(batch)
         if config.microbatch_tokens is not None:
-            groups = self._groups(sides, batch.rows, config.microbatch_tokens)
+            groups = self._groups(sides, config.microbatch_tokens)
         else:
             sizes = split_sizes(batch.rows, *config.cut)
             groups = [list(range(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         return [self._part(batch, rows, sides) for rows in groups]
 
-    def _groups(self, sides: Mapping[str, SidePositions], rows: int, limit: int) -> list[list[int]]:
+    def _groups(self, sides: Mapping[str, SidePositions], limit: int) -> list[list[int]]:
         lengths = list(zip(*(side.lengths for side in sides.values()), strict=True))
         for k, of_sample in enumerate(lengths):
             if sum(of_sample) > limit:
@@ -212,8 +212,9 @@ class Ragged:
 
     def padded(self, batch: Batch) -> list[Batch]:
         """Return the batch with 25 % more positions, all of them padding, so that every microbatch has padding to
-        remove. For models that do not run with so many positions, also return a batch in which padding replaces 25 % of
-        the positions, unless the batch contains answer positions or nothing marks its padding."""
+        remove. For models that do not run with so many positions, also return a batch in which padding replaces the
+        last 25 % of the positions, unless the batch contains answer positions or nothing marks its padding. In a batch
+        that is padded on the left, these positions are tokens, and may have all labels."""
         sides = self._sides(batch)
         sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}
         has_answers = any(path.endswith("_positions") for path in batch.tensors)  # such as start_positions
