@@ -455,7 +455,7 @@ def _is_alike(before: Any, now: Any) -> bool:
 
 def has_same_entries(before: Any, now: Any) -> bool:
     """Whether two collections are equal, such as the lists of active adapters that each call of peft's `set_adapter`
-    creates."""
+    creates. Equal dicts have the same order, since a forward may call layers in this order."""
     if type(before) is not type(now) or type(before) not in (list, tuple, dict) or len(before) != len(now):
         return False
     if isinstance(before, dict):

@@ -1121,6 +1121,19 @@ def test_a_list_that_is_replaced_by_an_equal_one_is_no_change() -> None:
     assert flags.number() == 2
 
 
+def test_a_dict_in_another_order_is_a_change() -> None:
+    """A loop replaced the dict whose order is that of the layers, and the step was refused: the forward called another
+    layer than its trace."""
+    model: Any = nn.Linear(1, 1)
+    model.order = {"first": 0, "second": 1}
+    flags, numbers = Flags(model), list[int]()
+    for order in (model.order, {**model.order}, {"second": 1, "first": 0}):
+        model.order = order
+        numbers.append(flags.number())
+        flags.stepped()
+    assert numbers == [0, 0, 1]
+
+
 class Renewing(Net):
     """Sets an attribute to a copy of itself."""
 
