@@ -58,10 +58,10 @@ HOOKED = (
     "function is the same hook only if the values in its closure are the same objects"
 )
 NEW = (
-    "each step uses a new criterion, or more than %s criteria are used in turn, so pipeshard traces the model and "
-    "verifies the loss in each step, which may take longer than the step itself. Create one criterion for all steps: "
-    "store a number that changes as a float attribute of an object with a method __call__, and pass tensors in the "
-    "batch, under keys with the prefix 'criterion.'"
+    "the loop has used more than %s criteria. For each new criterion, pipeshard traces the model and verifies the "
+    "loss, which may take longer than a step. Create one criterion for all steps: store a number that changes as a "
+    "float attribute of an object with a method __call__, and pass tensors in the batch, under keys with the prefix "
+    "'criterion.'"
 )
 
 UNTRACED = (
@@ -106,7 +106,6 @@ class Traces:
         self.losses = LossShares(policy, self._find, self._is_unchanged, replicas if weight is None else None, weight)
         self.flags = Flags(policy.model)
         self.flags_of: dict[Hashable, Flags] = {}  # the Flags of criteria, by key
-        self._num_looks = 0  # at criteria, since `flags_of` was empty
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         # The number of microbatches that have confirmed a Dataflow, with training (True) and without.
@@ -147,15 +146,12 @@ class Traces:
         return all(flags.is_unchanged for flags in self._looked)
 
     def _flags_of(self, criterion: Criterion) -> Flags:
-        """The Flags of a criterion. If MOST_CRITERIA other criteria are cached, discard everything that is cached for
-        them, and warn if at least half of the looks since then were at a new criterion."""
+        """The Flags of a criterion. If MOST_CRITERIA other criteria are cached, warn, and discard everything that is
+        cached for them."""
         key = key_of(criterion)
-        self._num_looks += 1
         if key not in self.flags_of:
             if len(self.flags_of) >= MOST_CRITERIA:
-                if self._num_looks <= 2 * MOST_CRITERIA:
-                    self._warn(NEW, str(MOST_CRITERIA))
-                self._num_looks = 0
+                self._warn(NEW, str(MOST_CRITERIA))
                 self.flags_of.clear()
                 self.losses.rules.clear()
                 self._forget_flows()
