@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
+from pipeshard.batch.tree import PLAIN_VALUES
 from pipeshard.errors import ConfigurationError
 
 Criterion = Callable[[Any, Any], Any]  # returns a scalar, or (sum, count)
@@ -173,7 +174,7 @@ def _cell_content(cell: Any) -> Hashable:
 
 
 def _identified(value: Any) -> Hashable:
-    return (type(value), value) if type(value) in (int, float, bool, str, type(None)) else _Same(value)
+    return (type(value), value) if type(value) in PLAIN_VALUES else _Same(value)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -32,6 +32,7 @@ from pipeshard.private import (
     tree_unflatten,
 )
 
+PLAIN_VALUES = (bool, int, float, str, type(None))
 Decide = Callable[[str, Sequence[Any]], bool]
 PathKey = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pipeshard.batch.tree import PLAIN_VALUES
 from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
@@ -38,7 +39,6 @@ TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are 
 CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors
 COARSE = 4e-3  # the same for factors of gradients whose values are rounded by more than NEAR (bf16)
 CLEARED, GONE = "optimizer {} was cleared", "gradients of optimizer {} are gone"  # keys of `Told.dropped`
-PLAIN = (bool, int, float, str, type(None))
 Options = dict[tuple[int, int], dict[str, Any]]  # of each group, by the indices of its optimizer and of the group
 
 
@@ -360,7 +360,7 @@ NUMBERED = (
 def options_of(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """The values of those options of a group that must be the same on all ranks."""
     compared = {key: group.get(key) for key in keys if is_compared(key, group)}
-    return {key: value if type(value) in PLAIN else _plain(value) for key, value in compared.items()}
+    return {key: value if type(value) in PLAIN_VALUES else _plain(value) for key, value in compared.items()}
 
 
 def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any) -> str:
@@ -456,7 +456,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
     value = value.item() if isinstance(value, np.generic) else value
-    return value if type(value) in PLAIN else None
+    return value if type(value) in PLAIN_VALUES else None
 
 
 def _is_close(one: Any, other: Any) -> bool:

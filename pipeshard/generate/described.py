@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeshard.batch.tree import PLAIN_VALUES
 from pipeshard.errors import MessageError
 from pipeshard.hf import is_output_class
 
 SMALL = 64  # the maximum number of elements of an integer tensor in a cache that is sent by value (counters, windows)
-PLAIN = (type(None), bool, int, float, str)
 Put = Callable[[Tensor], Any]  # stores a tensor, and returns plain data that represents it
 Get = Callable[[Any], Tensor]
 
@@ -27,7 +27,7 @@ def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
         return {"known": known[id(value)]}
     if isinstance(value, Tensor):
         return {"tensor": put(value)}
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN_VALUES):
         return value
     if isinstance(value, torch.Size):
         return {"size": list(value)}

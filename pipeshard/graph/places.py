@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from pipeshard.errors import TraceError
 from pipeshard.graph.packages import is_library, is_users
 from pipeshard.hf import SELECTING, registered_functions
+from pipeshard.options import is_number
 from pipeshard.replaced import StandIn
 
 OF_PYTHON = (type(None), bool, int, float, complex, str, bytes, range, slice)
@@ -334,10 +335,6 @@ def numbers_in(function: FunctionType) -> Iterator[int | float]:
             constants += constant
         elif type(constant) in (int, float):
             yield constant
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def numbers_inside(value: Any) -> Iterator[float]:

@@ -36,7 +36,6 @@ from pipeshard.graph.places import (
     defaults_of,
     entries_of,
     format_path,
-    is_number,
     is_same,
     is_users_function,
     names_in,
@@ -49,6 +48,7 @@ from pipeshard.graph.places import (
     ways_to_hold,
 )
 from pipeshard.graph.writes import count_reads, reads
+from pipeshard.options import is_number
 from pipeshard.private import DisableTorchFunction
 from pipeshard.replaced import StandIn
 

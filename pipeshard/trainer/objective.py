@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from pipeshard.batch.batch import FOR_CRITERION
+from pipeshard.batch.tree import PLAIN_VALUES
 from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.random_state import random_state, set_random_state
 from pipeshard.data.order import is_equal
@@ -41,7 +42,6 @@ from pipeshard.trainer.stand_ins import ModuleStandIn, PipelineAccelerator, in_f
 from pipeshard.trainer.written import Written
 
 ITEMS = "num_items_in_batch"
-PLAIN_VALUES = (bool, int, float, str, type(None))
 
 
 class ComputesLoss(Protocol):
