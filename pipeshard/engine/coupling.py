@@ -25,7 +25,7 @@ from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.updates import Updates, is_sampled
 from pipeshard.ghost import Ghost
-from pipeshard.graph.operators import COLLECTIVES, SCALAR, draws, mutated, tensors_in
+from pipeshard.graph.operators import COLLECTIVES, SCALAR, draws, mutated, tensors_among
 from pipeshard.graph.rng import generator_of
 from pipeshard.graph.storage import storage_of
 from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below, modes_entered
@@ -48,7 +48,7 @@ class Number(NamedTuple):
 
 
 LoopTag = str | Stream | Number  # a str is the name of a parameter
-NOTHING: frozenset[LoopTag] = frozenset()
+NO_SOURCES: frozenset[LoopTag] = frozenset()
 
 
 class Coupling:
@@ -153,7 +153,7 @@ class Coupling:
             yield from ((name, parameter) for parameter in (weight.parameter, weight.master))
         for optimizer in self._optimizers:
             for parameter, name in optimizer.names.items():
-                yield from ((name, kept) for kept in tensors_in(optimizer.optim.state.get(parameter, {}).values()))
+                yield from ((name, kept) for kept in tensors_among(optimizer.optim.state.get(parameter, {}).values()))
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self._weights.items():
@@ -176,13 +176,13 @@ class Coupling:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator of the loop, and propagate tags from the tensors that the operator reads to the tensors that
         it writes."""
-        drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NOTHING
+        drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NO_SOURCES
         result = func(*args, **kwargs)
         inputs = [*args, *kwargs.values()]
-        written = [*tensors_in([result]), *mutated(func, args, kwargs)]
+        written = [*tensors_among([result]), *mutated(func, args, kwargs)]
         if func.namespace in COLLECTIVES:
-            for tensor in tensors_in([*inputs, result]):
-                self._set(tensor, NOTHING)
+            for tensor in tensors_among([*inputs, result]):
+                self._set(tensor, NO_SOURCES)
         elif func.name().startswith(OF_LISTS):
             self._follow_each(func, inputs, result, written)
         else:
@@ -196,11 +196,11 @@ class Coupling:
         others = [each for each in inputs if not isinstance(each, list | tuple)]
         targets = set(map(id, written))
         for row in zip(*lists):
-            self._follow(func, [*row, *others], [each for each in row if id(each) in targets], NOTHING)
+            self._follow(func, [*row, *others], [each for each in row if id(each) in targets], NO_SOURCES)
 
     def _follow(self, func: Any, inputs: Sequence[Any], written: Sequence[Tensor], drawn: frozenset[LoopTag]) -> None:
         packet, overwrites = func._overloadpacket, func._overloadpacket in OVERWRITING
-        tags = self._of(tensors_in(inputs[overwrites:]))
+        tags = self._of(tensors_among(inputs[overwrites:]))
         if packet in SCALAR:
             self._read_tags(tags)
         numbers = [] if "norm" in func.name() else [_number(each) for each in inputs if self._is_number(each)]
@@ -210,7 +210,7 @@ class Coupling:
             self._read.clear()
         for tensor in written:
             keeps = not overwrites or _is_part(tensor)
-            self._set(tensor, (self._of([tensor]) if keeps else NOTHING) | tags | drawn)
+            self._set(tensor, (self._of([tensor]) if keeps else NO_SOURCES) | tags | drawn)
 
     def _is_number(self, value: Any) -> bool:
         """Whether `value` is a Python float, or the untagged CPU scalar into which torch converts such a float."""
@@ -233,7 +233,7 @@ class Coupling:
     def _stream(self, args: Any, kwargs: Any) -> frozenset[LoopTag]:
         """A set with the Stream of the random numbers that an operator is about to generate. A generator that was just
         seeded gets a new Stream."""
-        tensor = next(tensors_in([args]), None)
+        tensor = next(tensors_among([args]), None)
         device = torch.device(kwargs.get("device") or (tensor.device if tensor is not None else "cpu"))
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
         generator = next(given, None) or generator_of(device)
@@ -245,7 +245,7 @@ class Coupling:
 
     def _of(self, tensors: Iterable[Tensor]) -> frozenset[LoopTag]:
         found = (self._tags.get(self._key(local(tensor))) for tensor in tensors)
-        return NOTHING.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
+        return NO_SOURCES.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
         """The storage of `tensor`, and the number of the watched tensor in this storage that `tensor` is or views."""

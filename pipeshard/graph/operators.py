@@ -24,18 +24,19 @@ COLLECTIVES = {"c10d", "_c10d_functional"}  # namespaces of operators that sever
 CASTING = "cuda", "cpu"  # device types for which torch.autocast may be enabled
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the values, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+            yield from tensors_among(value)
 
 
 def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)])
+            yield from tensors_among([args[position] if position < len(args) else kwargs.get(argument.name)])
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
@@ -86,10 +87,10 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 def deciding_inputs(func: Any, args: Any) -> list[Tensor]:
     """The input tensors whose values an operator returns to Python, or uses to determine the shape of its result."""
     if func is aten.index.Tensor:  # a boolean index
-        return [t for t in tensors_in([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
+        return [t for t in tensors_among([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
     if func._overloadpacket in SIZED_BY_SECOND or func is aten.repeat_interleave.self_Tensor:
         return [args[1]]
-    return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
+    return list(tensors_among(args)) if func._overloadpacket in DECIDING else []
 
 
 def casting() -> str | None:

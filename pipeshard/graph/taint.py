@@ -28,7 +28,7 @@ from pipeshard.graph.operators import (
     flops,
     mutated,
     run_by_shape,
-    tensors_in,
+    tensors_among,
 )
 from pipeshard.graph.question import Recipes
 from pipeshard.graph.shapes import ANCHOR
@@ -81,7 +81,7 @@ class Hooked:
 
 
 Tag = Value | Used | Input | Hidden | Hooked | Kept
-NOTHING: frozenset[Tag] = frozenset()
+NO_TAGS: frozenset[Tag] = frozenset()
 FOR_ALL = -1
 
 
@@ -148,7 +148,7 @@ class Taint(DispatchMode):
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
         """The union of the tags of all tensors among `tensors`; other objects are ignored."""
-        return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
+        return NO_TAGS.union(*(self.tags.get(storage_of(t), NO_TAGS) for t in tensors if isinstance(t, Tensor)))
 
     def reached(self, tensor: Tensor) -> frozenset[Value]:
         """The values that receive a gradient if `tensor` receives one."""
@@ -166,14 +166,14 @@ class Taint(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = list(tensors_in((*args, *kwargs.values())))
-        tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
+        inputs = list(tensors_among((*args, *kwargs.values())))
+        tags = self.of(inputs) if func._overloadpacket not in SHAPED else NO_TAGS
         check_indices(func, args, kwargs, inputs)
         run = self._run_in_glue if self.inside is None else self._run_in_unit
         result, tags = run(func, args, kwargs, inputs, tags)
         if self.in_criterion and self.inside is None:
             self._note_shapes(func, args, inputs, result)
-        for output in tensors_in((result,)):
+        for output in tensors_among((result,)):
             self._note_made(func, output, inputs)
             self._add(output, tags)
         if func._schema.is_mutable:
@@ -241,7 +241,7 @@ class Taint(DispatchMode):
         result, hidden = func(*args, **kwargs), frozenset({Hidden(self.inside)})
         self.met |= tags - hidden
         self.flops += flops(func, args, kwargs, result)
-        self.elements += sum(output.numel() for output in tensors_in((result,)))
+        self.elements += sum(output.numel() for output in tensors_among((result,)))
         return result, hidden
 
     def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
@@ -271,7 +271,7 @@ class Taint(DispatchMode):
             decision, calls = Decision(where(), _only_parameters(tags)), FOR_ALL if is_for_all else self.calls
             self.decisions[decision] = min(self.decisions.get(decision, calls), calls)
             self.deciders |= set(running_modules(self.modules)[-1:])
-            self.decided[calls] = self.decided.get(calls, NOTHING) | tags
+            self.decided[calls] = self.decided.get(calls, NO_TAGS) | tags
 
     def _note_shapes(self, func: Any, args: Any, inputs: Iterable[Tensor], result: Any) -> None:
         """Record the inputs that determine the shape of an operator's result in the criterion.
@@ -283,7 +283,7 @@ class Taint(DispatchMode):
             paths |= {tag.path for tag in self.of(deciding_inputs(func, args)) if isinstance(tag, Input)}
         if not paths:
             return
-        for output in tensors_in((result,)):
+        for output in tensors_among((result,)):
             if output.ndim:
                 self.shapes[storage_of(output)] = self.shapes.get(storage_of(output), frozenset()) | paths
         if isinstance(result, list):  # Python code reads its length
@@ -309,7 +309,7 @@ class Taint(DispatchMode):
     def read_positions(self, tensors: Iterable[Any]) -> None:
         """Record that an operator splits a tensor at the positions in these tensors, which it reads by address. Of a
         tensor of one number, the dispatcher sees the read."""
-        positions = [tensor for tensor in tensors_in(tensors) if tensor.ndim]
+        positions = [tensor for tensor in tensors_among(tensors) if tensor.ndim]
         self.decide(self.of(positions), shaping=True)
         self.read_shape(positions)
         self.recipes.note_read(positions)
@@ -318,7 +318,7 @@ class Taint(DispatchMode):
         """Record that Python code or a unit reads the shapes of these tensors."""
         if self.inside is not None or not self.shapes:
             return
-        for tensor in tensors_in(tensors):
+        for tensor in tensors_among(tensors):
             paths = self.shapes.get(storage_of(tensor), frozenset())
             self.seen |= paths
             self.shaping |= paths
@@ -367,7 +367,7 @@ class Taint(DispatchMode):
         key = storage_of(tensor)
         if key not in self.tags:
             self._alive.append(address_of(tensor))
-        self.tags[key] = self.tags.get(key, NOTHING) | tags
+        self.tags[key] = self.tags.get(key, NO_TAGS) | tags
 
 
 def _only_parameters(tags: frozenset[Tag]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.forward_error import forward_error
 from pipeshard.graph.kinds import CallKind, Kinds, UnitCall, device_of_glue
 from pipeshard.graph.meter import Meter
-from pipeshard.graph.operators import casting, tensors_in
+from pipeshard.graph.operators import casting, tensors_among
 from pipeshard.graph.preserve import as_trained
 from pipeshard.graph.question import Recipes
 from pipeshard.graph.readers import Readers
@@ -347,8 +347,8 @@ class Reading(TorchFunctionMode):
             outer = args[1] if func in self.INDEXERS else args
             items = outer if isinstance(outer, tuple) else [outer]
             nested = [item for item in items if isinstance(item, list | tuple)]
-            self.taint.decide(self.taint.of(tensors_in(nested)), shaping=True)
-        elif self.taint.inside is not None and casting() and any(t.is_meta for t in tensors_in(args)):
+            self.taint.decide(self.taint.of(tensors_among(nested)), shaping=True)
+        elif self.taint.inside is not None and casting() and any(t.is_meta for t in tensors_among(args)):
             raise RuntimeError("torch.autocast does not cast meta tensors")
         classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
         self.taint.is_checking = classes > (0,)  # otherwise, values determine num_classes
@@ -359,14 +359,14 @@ class Reading(TorchFunctionMode):
 
     def _are_of_units(self, outputs: Any) -> bool:
         """Whether glue differentiates tensors of unit results (False inside a unit). This is recorded as a decision."""
-        tags = frozenset(tag for tag in self.taint.of(tensors_in([outputs])) if isinstance(tag, Value | Hidden))
+        tags = frozenset(tag for tag in self.taint.of(tensors_among([outputs])) if isinstance(tag, Value | Hidden))
         self.taint.decide(tags, is_for_all=True)
         return bool(tags) and self.taint.inside is None
 
     def _zeros(self, outputs: Any, inputs: Sequence[Tensor], create_graph: bool) -> tuple[Tensor, ...]:
         gradients = tuple(torch.zeros_like(tensor, requires_grad=bool(create_graph)) for tensor in inputs)
         for gradient in gradients:
-            self.taint.mark(gradient, self.taint.of(tensors_in([outputs, *inputs])))
+            self.taint.mark(gradient, self.taint.of(tensors_among([outputs, *inputs])))
         return gradients
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.operators import SHAPED, mutated, tensors_in
+from pipeshard.graph.operators import SHAPED, mutated, tensors_among
 from pipeshard.graph.storage import storage_of
 from pipeshard.private import DispatchMode, tree_tensors
 
@@ -34,10 +34,10 @@ class Zeros(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        unit = None if func._overloadpacket in SHAPED else self._unit(tensors_in((*args, *kwargs.values())))
+        unit = None if func._overloadpacket in SHAPED else self._unit(tensors_among((*args, *kwargs.values())))
         result = func(*args, **kwargs)
         if unit is not None:
-            for tensor in (*tensors_in((result,)), *mutated(func, args, kwargs)):
+            for tensor in (*tensors_among((result,)), *mutated(func, args, kwargs)):
                 self.add(tensor, unit)
         return result
 
