@@ -17,11 +17,11 @@ from pipeshard.distributed.agreement import compare_ranks, optimizer_texts, take
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.coupling import end_of_deleted
-from pipeshard.engine.data_guard import GUARD as DATA_GUARD
+from pipeshard.engine.data_guard import DATA_GUARD
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.groups import replace_parameters
 from pipeshard.engine.model import PipelineModel
-from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
+from pipeshard.engine.norm_guard import NORM_GUARD
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import check_separable
 from pipeshard.engine.refusals import (
@@ -32,7 +32,7 @@ from pipeshard.engine.refusals import (
     refuse_released,
     refuse_sharded_packing,
 )
-from pipeshard.engine.step_guard import GUARD
+from pipeshard.engine.step_guard import STEP_GUARD
 from pipeshard.errors import UsageError
 from pipeshard.generate.generate import Generation
 from pipeshard.graph.dataflow import Dataflow
@@ -122,7 +122,7 @@ def boost_model(
             "second as a count and divides the first by this count. If the second is a metric (such as an accuracy), "
             "return only the loss, and compute the metric with execute_pipeline(..., return_outputs=fn)"
         )
-    GUARD.watch(boosted.pipeline.gradients)
+    STEP_GUARD.watch(boosted.pipeline.gradients)
     NORM_GUARD.watch(boosted.pipeline.gradients)
     DATA_GUARD.watch(boosted.pipeline.gradients)
     grid.mesh.warm_up(grid.device)

@@ -365,7 +365,7 @@ def left_after_models() -> list[Any]:
         assert len(modes_entered()) == 2  # its own
         del sides
         gc.collect()
-    installed = [norm_guard.GUARD.is_installed, step_guard.GUARD.is_installed, bool(global_step_pre_hooks)]
+    installed = [norm_guard.NORM_GUARD.is_installed, step_guard.STEP_GUARD.is_installed, bool(global_step_pre_hooks)]
     return [*(model() for model in models), *installed]
 
 

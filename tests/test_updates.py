@@ -935,7 +935,7 @@ def test_a_step_that_calls_that_of_its_class_is_one_update(pool: Pool) -> None:
 @contextmanager
 def without_other_models() -> Iterator[None]:
     """The guards forget the models that earlier tests of this process have left."""
-    left = [(guard, list(guard._models)) for guard in (norm_guard.GUARD, step_guard.GUARD)]
+    left = [(guard, list(guard._models)) for guard in (norm_guard.NORM_GUARD, step_guard.STEP_GUARD)]
     for guard, _ in left:
         guard._models.clear()
     yield
@@ -945,8 +945,8 @@ def without_other_models() -> Iterator[None]:
 
 
 def guards() -> list[bool]:
-    is_hooked = any(hook == step_guard.GUARD.check for hook in global_step_pre_hooks.values())
-    return [norm_guard.GUARD.is_installed, step_guard.GUARD.is_installed, is_hooked]
+    is_hooked = any(hook == step_guard.STEP_GUARD.check for hook in global_step_pre_hooks.values())
+    return [norm_guard.NORM_GUARD.is_installed, step_guard.STEP_GUARD.is_installed, is_hooked]
 
 
 def guards_with_and_after_a_model() -> tuple[list[bool], list[bool], float]:

@@ -37,7 +37,7 @@ except ImportError:  # with transformers 4, models have the layout of their chec
 
 logger = logging.getLogger("pipeshard")
 SHOWN = 8  # the maximum number of names in a warning
-COMPARED = 2**22  # the number of elements that are compared at a time
+COMPARED_ELEMENTS = 2**22  # the number of elements that are compared at a time
 
 
 @dataclass
@@ -425,7 +425,7 @@ def _buffers_of_copies(model: nn.Module, blank: set[str]) -> set[str]:
 
 def _is_equal(one: Tensor | StoredRows, other: Tensor | StoredRows) -> bool:
     """Whether two tensors are equal, compared some rows at a time."""
-    count = max(1, COMPARED // max(1, math.prod(one.shape[1:])))
+    count = max(1, COMPARED_ELEMENTS // max(1, math.prod(one.shape[1:])))
     return one.shape == other.shape and all(
         torch.equal(one[k : k + count], other[k : k + count]) for k in range(0, one.shape[0], count)
     )

@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeshard.checkpoint.files import existing, new_file, new_folder, together, writes
-from pipeshard.checkpoint.safetensors_files import OWN, FileContent, check_shards, contents, read_shards, write_files
+from pipeshard.checkpoint.safetensors_files import (
+    RANK_FILES,
+    FileContent,
+    check_shards,
+    contents,
+    read_shards,
+    write_files,
+)
 from pipeshard.checkpoint.untrusted import has_content, load_plain, plain
 from pipeshard.distributed.collectives import (
     encode,
@@ -283,7 +290,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
     description, written = _planned(boosted, shard)
     rank = boosted.group.rank()
     if shard:
-        with new_folder(target, boosted.group, own=OWN) as folder:
+        with new_folder(target, boosted.group, own=RANK_FILES) as folder:
             write_files(contents(_in_files(written)), folder, rank)
             if rank == 0:
                 with writes(folder / DESCRIPTION):

@@ -15,7 +15,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, PipeshardError, explained, summary
 
 OTHERS = "others"  # in a training.pt, the progress of all models but the first
-POSITIONS = "positions"  # in a training.pt, the dataloader's state of each replica, if these differ
+REPLICA_POSITIONS = "positions"  # in a training.pt, the dataloader's state of each replica, if these differ
 ADVICE = "load another step (step=... or, in a Trainer, resume_from_checkpoint=...)"
 
 
@@ -46,13 +46,13 @@ def positions_of(position: Any, grid: Grid) -> dict[str, Any]:
     result of `own_position`."""
     positions = gather_objects(position, grid.replicas)
     different = {encode(position) for position in positions if position is not None}
-    return {POSITIONS: positions} if len(different) > 1 else {}
+    return {REPLICA_POSITIONS: positions} if len(different) > 1 else {}
 
 
 def saved_position(rest: dict[str, Any], grid: Grid) -> Any:
     """The position of this rank's replica in the content of a training.pt. Raises CheckpointError if each replica had
     its own position, and the number of replicas has changed."""
-    positions = rest.get(POSITIONS) or [rest["dataloader"]] * grid.dp_size
+    positions = rest.get(REPLICA_POSITIONS) or [rest["dataloader"]] * grid.dp_size
     if len(positions) != grid.dp_size:
         raise CheckpointError(
             f"the dataloaders of {len(positions)} replicas were saved at different positions, but this run has dp_size="

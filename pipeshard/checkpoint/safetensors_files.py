@@ -326,7 +326,7 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
 LARGEST_FILE = 1 << 30  # the maximum bytes per file, and therefore per copy; a larger tensor has its own file
 
 
-OWN = "rank-?????-?????.safetensors"  # the pattern of the names of the files that ranks write
+RANK_FILES = "rank-?????-?????.safetensors"  # the pattern of the names of the files that ranks write
 FileContent = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: copies of tensors, and metadata
 
 
@@ -423,7 +423,7 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     ):
         read = HuggingFaceStorageReader(str(folder)).read_metadata()
         files = [(index.fqn, Path(info.relative_path).name) for index, info in read.storage_data.items()]
-        own = {name for name, file in files if fnmatchcase(file, OWN)}
+        own = {name for name, file in files if fnmatchcase(file, RANK_FILES)}
         return {name: read.state_dict_metadata[name] for name in own}  # type: ignore[misc]
 
 

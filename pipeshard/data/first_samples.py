@@ -23,7 +23,7 @@ from pipeshard.graph.rng import Draws
 from pipeshard.hf import IDS
 
 logger = logging.getLogger("pipeshard")
-COLLECTIONS = {dict, OrderedDict, defaultdict, Counter, list, deque, set}
+RESTORED_COLLECTIONS = {dict, OrderedDict, defaultdict, Counter, list, deque, set}
 
 
 def find_sample(
@@ -122,7 +122,7 @@ def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
     collections are restored: a cache and the list of its keys must match."""
     objects = list(reachable(dataset, collate_fn))
     attributes = [vars(value) for value in objects if is_entered(value) and hasattr(value, "__dict__")]
-    collections = [value for value in objects if type(value) in COLLECTIONS]
+    collections = [value for value in objects if type(value) in RESTORED_COLLECTIONS]
     small = [held for held in collections if len(held) <= MOST_ENTRIES]
     kept = [(held, copy.copy(held)) for held in (*attributes, *small)]
     large = [(held, len(held)) for held in collections if len(held) > MOST_ENTRIES]

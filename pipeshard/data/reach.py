@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from pipeshard.graph.places import content_of, is_generator, is_object, names_in, put, slots
 
-MOST_OBJECTS = 10_000  # maximum number of objects per search, nearest first
+MOST_REACHED = 10_000  # maximum number of objects per search, nearest first
 MOST_ENTRIES = 64  # maximum number of entries per collection
 SCALARS = (type(None), bool, int, float, str, bytes)
 LARGEST_SEED = 1 << 64  # numpy seeds a generator without a seed with 128 random bits
@@ -27,7 +27,7 @@ def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) ->
     """
     queue, seen = deque(roots), set[int]()
     visited = 0
-    while queue and visited < MOST_OBJECTS:
+    while queue and visited < MOST_REACHED:
         value = queue.popleft()
         if id(value) in seen or isinstance(value, (*SCALARS, Tensor, np.ndarray)) or skip(value):
             continue

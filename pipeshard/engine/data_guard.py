@@ -18,4 +18,4 @@ class DataGuard(Guard):
         del Tensor.data
 
 
-GUARD = DataGuard()
+DATA_GUARD = DataGuard()

@@ -23,10 +23,10 @@ from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
 MOST_IN_BATCH = 64  # larger tensors of a batch are not compared
-LIBRARIES = {"torch", "transformers"}
-LOSSES = nn.CrossEntropyLoss.__module__  # may have class weights
-COMPARED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-COMPARED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+LOSS_LIBRARIES = {"torch", "transformers"}
+MODULE_OF_LOSSES = nn.CrossEntropyLoss.__module__  # may have class weights
+COMPARED_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+COMPARED_DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 NUMBERS = "biuf"  # kinds of numpy dtypes
 MOST_ELEMENTS = 2**20  # larger tensors are not compared
 
@@ -62,7 +62,7 @@ class LossState:
 def _may_weight(module: nn.Module) -> bool:
     """Whether the module's class may compute a loss from the module's tensors, such as class weights."""
     name = type(module).__module__
-    return name == LOSSES or name.split(".")[0] not in LIBRARIES
+    return name == MODULE_OF_LOSSES or name.split(".")[0] not in LOSS_LIBRARIES
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -112,7 +112,7 @@ def kind_of(tensor: Tensor) -> Hashable:
     numbers = tensor.detach()
     if is_released(tensor) or type(numbers) is not Tensor or numbers.is_meta or numbers.layout is not torch.strided:
         return None
-    if not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.dtype not in COMPARED:
+    if not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.dtype not in COMPARED_DTYPES:
         return None
     if numbers.numel() == 1:
         return kind_of_number(float(numbers))

@@ -19,7 +19,7 @@ from pipeshard.hf import MASK
 
 SPAN = 64  # an integer leaf whose highest value is below SPAN is tried with all values up to the highest
 TINY = math.ulp(0.0)  # the smallest positive number: a bound of ranges without zero
-MISSING = -1.0, -100.0  # marks of a missing value in a leaf with negative values
+MISSING_MARKS = -1.0, -100.0  # marks of a missing value in a leaf with negative values
 MOST_VALUES = 4096  # at most this many values of a floating-point leaf are used in draws
 SHARE = 0.4  # share of the entries that a draw replaces with marks
 
@@ -108,7 +108,7 @@ class Values:
         self.has_nan = bool(leaf.isnan().any())
         self.marks = [math.nan] if self.has_nan else []
         if low < 0:
-            self.marks += dict.fromkeys([*([low] if low.is_integer() else []), *MISSING])
+            self.marks += dict.fromkeys([*([low] if low.is_integer() else []), *MISSING_MARKS])
         if high >= 2 and high.is_integer():
             self.marks.append(high)
         marks = torch.tensor(self.marks).to(leaf)

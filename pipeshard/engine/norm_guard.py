@@ -109,7 +109,7 @@ class NormGuard(Guard):
                 raise UsageError(f"{problem}. {remedy}")
 
 
-GUARD = NormGuard()
+NORM_GUARD = NormGuard()
 
 
 def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:

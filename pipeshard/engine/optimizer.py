@@ -26,7 +26,7 @@ from pipeshard.engine.optimizer_hooks import give_hooks
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.states import States, converted, filled
-from pipeshard.engine.step_guard import GUARD
+from pipeshard.engine.step_guard import STEP_GUARD
 from pipeshard.engine.updates import options_of, warn_of_ranks
 from pipeshard.engine.zero import assign_owners
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
@@ -381,7 +381,7 @@ class PipelineOptimizer(Optimizer):
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         hooks = self.optim._optimizer_step_pre_hooks
-        has_hooks = len(hooks) > 1 or any(hook != GUARD.check for hook in global_step_pre_hooks.values())
+        has_hooks = len(hooks) > 1 or any(hook != STEP_GUARD.check for hook in global_step_pre_hooks.values())
         if has_hooks:
             hooks[self._last_hook.id] = hooks.pop(self._last_hook.id)
             self.gradients.coupling.begin()

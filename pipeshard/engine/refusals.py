@@ -27,7 +27,7 @@ from pipeshard.split.packed import is_quantized
 
 logger = logging.getLogger("pipeshard")
 # Modules that cannot run in a pipeline (most would communicate with other stages' ranks), and the plugin's replacement.
-REFUSED: dict[type, str] = {
+REFUSED_WRAPPERS: dict[type, str] = {
     DistributedDataParallel: "the plugin creates the replicas (dp_size, by default as many as the ranks allow)",
     DataParallel: "the plugin creates the replicas (dp_size, by default as many as the ranks allow)",
     FullyShardedDataParallel: "PipelinePlugin(fsdp=True) shards parameters across replicas",
@@ -71,7 +71,7 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                 "PipelinePlugin.from_pretrained(cls, folder, "
                 "quantization_config=TorchAoConfig(Int8WeightOnlyConfig())): each stage then quantizes its own weights"
             )
-    refused = dict(REFUSED)
+    refused = dict(REFUSED_WRAPPERS)
     if (wrapper := getattr(sys.modules.get("colossalai.interface"), "ModelWrapper", None)) is not None:
         refused[wrapper] = "boost it only with the Booster of the PipelinePlugin"
     for name, module in model.named_modules():

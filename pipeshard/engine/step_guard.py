@@ -58,7 +58,7 @@ class StepGuard(Guard):
             self._unrelated[optimizer] = identities
 
 
-GUARD = StepGuard()
+STEP_GUARD = StepGuard()
 
 
 def _check_related(optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients) -> None:

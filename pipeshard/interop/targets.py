@@ -17,7 +17,7 @@ from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.groups import replace_parameters
 from pipeshard.engine.mixed_precision import Precision
-from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
+from pipeshard.engine.norm_guard import NORM_GUARD
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.stage import Microbatch
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError, counted

@@ -21,7 +21,7 @@ from pipeshard.split.blank import is_blank
 _DIVIDED = "shard across replicas with PipelinePlugin(zero_stage=1) or PipelinePlugin(fsdp=True) instead"
 _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which only cast the computation"
 # By argument: why a pipeline does not support it, and what to do instead.
-REFUSED = {
+REFUSED_ARGUMENTS = {
     "deepspeed": _DIVIDED,
     "fsdp": _DIVIDED,
     "activation_offloading": (
@@ -65,7 +65,7 @@ OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches", "da
 
 def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
     """Raise ConfigurationError for arguments that a pipelined Trainer called `name` does not support."""
-    for argument, why in REFUSED.items():
+    for argument, why in REFUSED_ARGUMENTS.items():
         value = reduce(lambda holder, part: getattr(holder, part, None), argument.split("."), args)
         if argument in OF_SEVERAL and dist.get_world_size() == 1:
             continue

@@ -47,7 +47,7 @@ from pipeshard.verify.smaller import HOOK_TABLES
 from pipeshard.verify.whole import is_batch_norm
 
 logger = logging.getLogger("pipeshard")
-POSITIONS = 128  # maximum length of samples that are proven in slices, to limit the time
+MOST_POSITIONS = 128  # maximum length of samples that are proven in slices, to limit the time
 SECONDS = 5.0  # time limit of verify="auto"
 SECONDS_OF_LARGE = 60.0  # time limit if a smaller copy is proven instead of a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
@@ -136,7 +136,7 @@ def prove_at_boost(
     drawn = with_drawn_ids(model, sample)
     # Called on all ranks, so that all of them raise an error.
     if is_sliced:
-        tried = [shortened(drawn, POSITIONS, has_flash_attention(model))]
+        tried = [shortened(drawn, MOST_POSITIONS, has_flash_attention(model))]
     elif is_ragged:
         tried = Ragged(model).padded(drawn)
     else:

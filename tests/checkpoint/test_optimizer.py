@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import files
 from pipeshard.checkpoint import optimizer as subject
-from pipeshard.checkpoint.safetensors_files import OWN
+from pipeshard.checkpoint.safetensors_files import RANK_FILES
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.optimizer_trial import check_separable
 from pipeshard.errors import CheckpointError, ConfigurationError
@@ -862,11 +862,11 @@ def test_what_a_folder_also_contains_is_there_at_every_moment(
         patch.setattr(os, "rename", until_killed(os.rename))
         patch.setattr(files, "restore", until_killed(files.restore))
         with contextlib.suppress(Killed):
-            files.place(writing, target, OWN)
+            files.place(writing, target, RANK_FILES)
     if has_links or moment < 2:
         there = files.existing(target)
         assert (there / "model.safetensors").read_text() == (there / "link" / "rows.py").read_text() == "old"
-    files.restore(target, OWN)
+    files.restore(target, RANK_FILES)
     assert {path.name for path in target.iterdir()} == {"code", "link", "model.safetensors", shard}
     assert (target / "link").is_symlink() and not (tmp_path / ".all.old").exists()
     assert (target / shard).read_text() == ("old" if moment < 2 else "new")
@@ -883,11 +883,11 @@ def test_a_file_of_the_previous_folder_may_be_open_on_nfs(tmp_path: Path, monkey
         for step in ("1", "2"):
             writing.mkdir()
             (writing / shard).write_text(step)
-            files.place(writing, target, OWN)
+            files.place(writing, target, RANK_FILES)
             assert (target / shard).read_text() == step and (target / "logs" / "train.log").read_text() == "a line"
             assert files.existing(target) == target
     assert len(list(tmp_path.glob(".all.removed-*"))) == 2
-    files.restore(target, OWN)
+    files.restore(target, RANK_FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["all"]
 
 
@@ -906,7 +906,7 @@ def test_links_to_folders_are_kept_as_links(tmp_path: Path, monkeypatch: pytest.
     target.mkdir()
     for name, to in links.items():
         (target / name).symlink_to(to)
-    files.place(writing, target, OWN)
+    files.place(writing, target, RANK_FILES)
     assert {path.name: os.readlink(path) for path in target.iterdir()} == links
 
 
