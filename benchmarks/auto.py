@@ -20,7 +20,7 @@ from torch import nn
 
 from pipeshard.planner.candidate import Subject
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.inside import inside
+from pipeshard.planner.inside import places_inside
 from pipeshard.planner.memory import Training
 from pipeshard.planner.models import build
 from pipeshard.planner.planner import automatic, first_microbatch, study
@@ -107,7 +107,7 @@ def with_image(model: nn.Module, length: int) -> dict[str, torch.Tensor]:
 
 
 def compared(name: str, subject: Subject, p: int) -> Row:
-    places = inside(subject)
+    places = places_inside(subject)
     m, total = 2 * p, sum(map(sum, subject.costs))
     most = max(map(sum, (places.subject if places else subject).costs))
 

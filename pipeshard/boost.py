@@ -25,12 +25,12 @@ from pipeshard.engine.norm_guard import NORM_GUARD
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import check_separable
 from pipeshard.engine.refusals import (
-    plain,
     refuse_blank_adapters,
     refuse_criterion,
     refuse_lowered_begin,
     refuse_released,
     refuse_sharded_packing,
+    uncompiled,
 )
 from pipeshard.engine.step_guard import STEP_GUARD
 from pipeshard.errors import UsageError
@@ -71,7 +71,7 @@ def boost_model(
         return model, criterion
     end_of_deleted()
     config.refuse_uncut()
-    model = plain(model, warns=grid.first)
+    model = uncompiled(model, warns=grid.first)
     refuse_released(model)
     refuse_criterion(criterion, model)
     # Boost does not call a criterion that takes only outputs: the script calls it, as with ColossalAI, or passes it to

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.garbage import collector_paused
-from pipeshard.recipe import config_of, filled, in_settings, model_options, plugin_arguments, trl
+from pipeshard.recipe import config_source, in_settings, instance_of, model_options, plugin_arguments, trl
 from pipeshard.replaced import replaced
 
 TILES, FOLD = "trl.kernels.chunked_logprob", "_forward_tile"
@@ -122,7 +122,7 @@ def blank(settings: Namespace) -> Any:
 
     dtypes = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPE_NAMES.items()}
     recomputes = settings.gradient_checkpointing if settings.recompute is None else settings.recompute == 1
-    source, *sizes = config_of(settings)
+    source, *sizes = config_source(settings)
     options = model_options("sft", settings)
     dtype = dtypes.get(options.pop("dtype", options.pop("torch_dtype", "auto")))
     quantization, trusts = options.pop("quantization_config", None), options.pop("trust_remote_code")
@@ -134,7 +134,7 @@ def blank(settings: Namespace) -> Any:
     if packing is not None:
         quantize_blank(model, packing)
     fuse_head(model)
-    adapters = trl().get_peft_config(filled(trl().ModelConfig, settings))
+    adapters = trl().get_peft_config(instance_of(trl().ModelConfig, settings))
     if adapters is None and packing is not None:
         raise ConfigurationError("the model's weights are quantized, so there is nothing to train: set use_peft=true")
     if adapters is None:

@@ -224,10 +224,10 @@ def unknown_settings(kind: str, unknown: Sequence[str], known: Collection[str]) 
 def checked_config(settings: Namespace) -> None:
     """Raise ConfigurationError for invalid settings of the pipeline."""
     from pipeshard.config import PipelineConfig
-    from pipeshard.trainer.refusals import cut
+    from pipeshard.trainer.refusals import cut_arguments
 
     with in_settings():
-        cut(PipelineConfig(**plugin_arguments(settings)), settings.gradient_accumulation_steps)
+        cut_arguments(PipelineConfig(**plugin_arguments(settings)), settings.gradient_accumulation_steps)
     ranks = settings.pp * settings.dp * settings.tp
     if settings.nnodes < 1 or ranks % settings.nnodes:
         raise ConfigurationError(
@@ -272,7 +272,7 @@ def plugin_arguments(settings: Namespace) -> dict[str, Any]:
     return {argument: value for argument, value in given.items() if value is not None}
 
 
-def filled(kind: type, settings: Namespace) -> Any:
+def instance_of(kind: type, settings: Namespace) -> Any:
     """An instance of the dataclass `kind` with these settings."""
     return kind(**{one.name: getattr(settings, one.name) for one in fields(kind) if one.init})
 
@@ -287,7 +287,7 @@ def folder_of(settings: Namespace) -> Path:
     from pipeshard.checkpoint.hub import cached_folder
     from pipeshard.checkpoint.safetensors_files import FILES
 
-    name = named(settings, "model_name_or_path")
+    name = required_name(settings, "model_name_or_path")
     if Path(name).is_dir():
         return Path(name)
     failure: Exception = FileNotFoundError(f"the cached folder lacks {' or '.join(FILES)}, or a file of its index")
@@ -302,7 +302,7 @@ def folder_of(settings: Namespace) -> Path:
         return folder
 
 
-def named(settings: Namespace, which: str) -> str:
+def required_name(settings: Namespace, which: str) -> str:
     if not (name := getattr(settings, which)):
         raise ConfigurationError(f"{which} is not set: set it to a path on this machine, or to an ID on the Hub")
     return str(name)
@@ -345,8 +345,8 @@ def loaded(settings: Namespace) -> Any:
     from datasets import load_dataset, load_from_disk
 
     if settings.datasets:
-        return trl().get_dataset(filled(trl().DatasetMixtureConfig, settings))
-    name = named(settings, "dataset_name")
+        return trl().get_dataset(instance_of(trl().DatasetMixtureConfig, settings))
+    name = required_name(settings, "dataset_name")
     path, streaming = Path(name), settings.dataset_streaming
     if path.suffix in READERS:
         if not path.is_file():
@@ -425,12 +425,12 @@ def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) 
         )
 
 
-def config_of(settings: Namespace) -> list[str]:
+def config_source(settings: Namespace) -> list[str]:
     """The folder of the model's config, as a list with one entry, or the model type and fields in `model_config` if the
     config is not on this machine. Without `model_config`, the config is downloaded from the Hub."""
     from huggingface_hub import hf_hub_download
 
-    name = named(settings, "model_name_or_path")
+    name = required_name(settings, "model_name_or_path")
     if Path(name).is_dir():
         return [name]
     described = str(settings.model_config or "").split()
@@ -457,7 +457,7 @@ def model_options(kind: str, settings: Namespace) -> dict[str, Any]:
     given = {
         "dtype": settings.dtype,
         "attn_implementation": settings.attn_implementation,
-        "quantization_config": trl().get_quantization_config(filled(trl().ModelConfig, settings)),
+        "quantization_config": trl().get_quantization_config(instance_of(trl().ModelConfig, settings)),
         "trust_remote_code": settings.trust_remote_code,
         "num_labels": 1 if kind == "reward" else None,
     }

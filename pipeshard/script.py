@@ -68,7 +68,7 @@ def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackT
         trace = trace.tb_next
     text = "".join(traceback.format_exception(kind, error, trace))
     folder = notes()
-    if folder is None or note(folder, kind.__name__, text):
+    if folder is None or record_error(folder, kind.__name__, text):
         sys.stderr.write(text)
     elif FOLDER not in os.environ:  # `pipeshard launch` prints the number of these ranks
         sys.stderr.write(f"rank {os.environ.get('RANK')} ended with the same {kind.__name__} as another rank\n")
@@ -101,7 +101,7 @@ def notes() -> Path | None:
     return folder
 
 
-def note(folder: Path, kind: str, text: str) -> bool:
+def record_error(folder: Path, kind: str, text: str) -> bool:
     """Record an error. Returns whether this rank is the first to record it. Each rank adds a byte to the error's
     file."""
     digest = hashlib.blake2b(_DIFFERS.sub("", text).encode(), digest_size=8).hexdigest()

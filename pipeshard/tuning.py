@@ -19,9 +19,9 @@ from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError
 from pipeshard.recipe import (
     COLUMNS,
     READERS,
-    config_of,
-    filled,
+    config_source,
     folder_of,
+    instance_of,
     model_of,
     of_trl,
     plugin_arguments,
@@ -33,7 +33,7 @@ from pipeshard.recipe import (
     rows,
     trl,
 )
-from pipeshard.script import TORCHRUN, fold, note, notes
+from pipeshard.script import TORCHRUN, fold, notes, record_error
 
 logger = logging.getLogger("pipeshard")
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
@@ -121,7 +121,7 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     name = settings.dataset_name or ""
     if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
         yield f"dataset_name={name} is not an existing file; training requires it"
-    if settings.dry_run and settings.model_config and config_of(settings) == settings.model_config.split():
+    if settings.dry_run and settings.model_config and config_source(settings) == settings.model_config.split():
         yield f"model_name_or_path={settings.model_name_or_path} is not on this machine: the plan is of model_config"
     if settings.dry_run and planned_optimizer(settings) == "adamw" and plain_name(settings.optim) not in ADAMW:
         yield (
@@ -204,10 +204,10 @@ def train(kind: str, settings: Namespace) -> None:
     settings.ddp_backend = settings.ddp_backend or backend_here()
     settings.use_cpu = settings.use_cpu or not torch.cuda.is_available()
     settings.gradient_checkpointing = settings.gradient_checkpointing and settings.recompute is None
-    args = filled(of_trl(kind, "Config"), settings)
+    args = instance_of(of_trl(kind, "Config"), settings)
     with args.main_process_first():
         data, held_out = rows(settings)
-    adapters = trl().get_peft_config(filled(trl().ModelConfig, settings))
+    adapters = trl().get_peft_config(instance_of(trl().ModelConfig, settings))
     more: dict[str, Any] = {}
     if kind == "dpo" and adapters is None:
         more["ref_model"] = model_of(kind, settings)
@@ -324,7 +324,7 @@ def run(arguments: Sequence[str]) -> int:
         return main(arguments[0], arguments[1:])
     except (ConfigurationError, PartitionError, CheckpointError) as error:
         folder = notes()
-        if folder is None or note(folder, type(error).__name__, str(error)):
+        if folder is None or record_error(folder, type(error).__name__, str(error)):
             click.echo(f"error: {error}", err=True)
         return 1
 

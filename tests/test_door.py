@@ -35,7 +35,7 @@ from transformers import (
 
 from pipeshard import PipelinePlugin
 from pipeshard.engine.optimizer import PipelineOptimizer
-from pipeshard.engine.refusals import plain
+from pipeshard.engine.refusals import uncompiled
 from pipeshard.errors import CheckpointError, ConfigurationError, PipeshardError, UsageError
 from pipeshard.recipe import folder_of
 from tests import zoo
@@ -439,7 +439,7 @@ def test_lazy_tensors_of_colossalai_are_refused_by_name(pool: Pool) -> None:
 def test_lazy_modules_of_torch_are_refused_by_name() -> None:
     """A LazyLinear that had not seen a batch was an error of torch's about the shape of a parameter, without a name."""
     with pytest.raises(ConfigurationError, match=r"1.weight has no shape before the first forward .* run the model on"):
-        plain(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
+        uncompiled(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
 
 
 def test_layers_of_bitsandbytes_are_refused_by_name() -> None:
@@ -447,7 +447,7 @@ def test_layers_of_bitsandbytes_are_refused_by_name() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = nn.Sequential(nn.Linear(4, 4), bitsandbytes.nn.Linear4bit(4, 4))
     with pytest.raises(ConfigurationError, match="1 is a bitsandbytes Linear4bit, which stages cannot hold"):
-        plain(model)
+        uncompiled(model)
 
 
 def test_a_name_of_the_hub_is_looked_for_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_the_hook_of_torch_is_replaced_where_it_stands_for_pythons(
 def test_the_note_of_a_rank_makes_no_other_error(tmp_path: Path) -> None:
     """Nine ranks that could not be cut printed nine tracebacks: the watch had added to each which rank it is."""
     texts = [f"PartitionError: too few\n{NOTE}this is rank {rank} (stage {rank}), in boost\n" for rank in (0, 1)]
-    assert [script.note(tmp_path, "PartitionError", text) for text in texts] == [True, False]
+    assert [script.record_error(tmp_path, "PartitionError", text) for text in texts] == [True, False]
 
 
 @pytest.mark.turns
@@ -206,14 +206,14 @@ def test_a_scripts_own_handler_of_sigusr1_is_called(tmp_path: Path) -> None:
 
 
 def test_errors_are_alike_but_for_ranks_and_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert script.note(tmp_path, "ValueError", "[rank0]: <object at 0x7f01>")
-    assert not script.note(tmp_path, "ValueError", "[rank3]: <object at 0x7f22>")
-    assert script.note(tmp_path, "ValueError", "another")
+    assert script.record_error(tmp_path, "ValueError", "[rank0]: <object at 0x7f01>")
+    assert not script.record_error(tmp_path, "ValueError", "[rank3]: <object at 0x7f22>")
+    assert script.record_error(tmp_path, "ValueError", "another")
     assert script.repeated(tmp_path) == [("ValueError", 1)]
     assert script.endless(tmp_path, 3, 60) is None
     for attempt in ("1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        script.note(tmp_path, "ValueError", "another")
+        script.record_error(tmp_path, "ValueError", "another")
     assert script.endless(tmp_path, 3, 60) == "ValueError"
     late = next(file for file in tmp_path.iterdir() if file.name.startswith("2-"))
     os.utime(late, (late.stat().st_atime, late.stat().st_mtime + 100))
@@ -223,7 +223,7 @@ def test_errors_are_alike_but_for_ranks_and_addresses(tmp_path: Path, monkeypatc
 def test_a_lost_rank_is_tried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for attempt in "0123":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        script.note(tmp_path, "RankError", "rank 1 was lost")
+        script.record_error(tmp_path, "RankError", "rank 1 was lost")
     assert script.endless(tmp_path, 3, 60) is None
 
 

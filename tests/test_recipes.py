@@ -81,10 +81,10 @@ def of_trl(kind: str, arguments: Sequence[str]) -> list[dict[str, float]]:
     """The logs of TRL's own Trainer with the same settings, in this process."""
     settings = recipe.read(kind, [*arguments, "--use_cpu"])
     given = recipe.trl()
-    args = recipe.filled(recipe.of_trl(kind, "Config"), settings)
+    args = recipe.instance_of(recipe.of_trl(kind, "Config"), settings)
     args.model_init_kwargs = {"dtype": "float32"}
     more = {"reward_funcs": [echoed]} if kind == "grpo" else {}
-    adapters = given.get_peft_config(recipe.filled(given.ModelConfig, settings))
+    adapters = given.get_peft_config(recipe.instance_of(given.ModelConfig, settings))
     trainer = recipe.of_trl(kind, "Trainer")(
         settings.model_name_or_path, args=args, train_dataset=recipe.rows(settings)[0], peft_config=adapters, **more
     )
@@ -475,7 +475,7 @@ def test_the_two_names_of_checkpointing_are_one_setting(tmp_path: Path) -> None:
     settings = recipe.read("sft", ["--gradient_checkpointing=false", *options, "--use_cpu", "--bf16=false"])
     assert settings.gradient_checkpointing and settings.gradient_checkpointing_kwargs == given
     settings.gradient_checkpointing = False  # as with recompute
-    assert not recipe.filled(recipe.of_trl("sft", "Config"), settings).activation_checkpointing
+    assert not recipe.instance_of(recipe.of_trl("sft", "Config"), settings).activation_checkpointing
 
 
 def test_a_mapping_may_be_an_option(tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_no_in_a_file_is_no(tmp_path: Path) -> None:
     file.write_text(f"{file.read_text()}\neval_strategy: no\nsave_strategy: no\nlogging_strategy: no\n")
     settings = recipe.read("sft", ["--config", str(file), "--use_cpu"])
     assert recipe.rows(settings)[1] is None
-    args = recipe.filled(recipe.of_trl("sft", "Config"), settings)
+    args = recipe.instance_of(recipe.of_trl("sft", "Config"), settings)
     assert {args.eval_strategy, args.save_strategy, args.logging_strategy} == {"no"}
 
 

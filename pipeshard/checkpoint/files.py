@@ -131,8 +131,8 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str 
 
 
 def make_way(target: Path, mark: str, own: str = ALL) -> None:
-    """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, a
-    folder that cannot be renamed (a mount point, the working folder or a parent of it), or a non-empty folder without
+    """Check that a folder may replace `target`, and call `complete_save`. Raises CheckpointError if `target` is a file,
+    a folder that cannot be renamed (a mount point, the working folder or a parent of it), or a non-empty folder without
     the file `mark`, which every saved folder contains. If `mark` is "", this file is not required."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
@@ -145,7 +145,7 @@ def make_way(target: Path, mark: str, own: str = ALL) -> None:
             f"{target} contains files, but no {mark}, so no save wrote this folder. Saving would delete the files: "
             "choose another folder"
         )
-    restore(target, own)
+    complete_save(target, own)
 
 
 def place(writing: Path, target: Path, own: str = ALL) -> None:
@@ -157,7 +157,7 @@ def place(writing: Path, target: Path, own: str = ALL) -> None:
             _keep_others(target, writing, own, _link)
         os.rename(target, old)
     os.rename(writing, target)
-    restore(target, own)
+    complete_save(target, own)
     sync(target.parent)
 
 
@@ -209,7 +209,7 @@ def _without_links(target: Path) -> Path:
     return Path(os.path.realpath(target))
 
 
-def restore(target: Path, own: str = ALL) -> None:
+def complete_save(target: Path, own: str = ALL) -> None:
     """Complete a save that may have been killed: restore `target` if it is missing, move the entries that do not match
     `own` from the hidden previous folder to `target`, and remove the hidden folder. Call it before a save changes other
     entries of `target`."""
@@ -251,7 +251,7 @@ def _link(entry: Path, path: Path) -> None:
             shutil.copytree(entry, path, symlinks=True, copy_function=os.link)
         else:
             os.link(entry, path, follow_symlinks=False)
-    except OSError:  # `restore` then moves the entry
+    except OSError:  # `complete_save` then moves the entry
         remove(path)
 
 

@@ -22,7 +22,7 @@ from pipeshard.checkpoint.safetensors_files import (
     RANK_FILES,
     FileContent,
     check_shards,
-    contents,
+    file_contents,
     read_shards,
     write_files,
 )
@@ -67,7 +67,7 @@ ENTRIES = "state", "param_groups"  # of a state_dict() with torch's layout
 ALIKE = "shared", "extra"  # the parts of a Content whose values are the same on every rank
 
 
-def converted(states: ParameterStates, convert: Callable[[StateKey, Tensor], Any]) -> ParameterStates:
+def map_states(states: ParameterStates, convert: Callable[[StateKey, Tensor], Any]) -> ParameterStates:
     """A copy of `states` in which `convert(place, tensor)` replaces each tensor, also in nested states."""
 
     def replaced(name: str, key: str, path: Any, value: Any) -> Any:
@@ -138,7 +138,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
             key: value if isinstance(value, Tensor) else readable(value, f"state {key!r} of {name}")
             for key, value in values.items()
         }
-        for name, values in converted(states, _meta).items()
+        for name, values in map_states(states, _meta).items()
         if values
     }
     return {
@@ -153,7 +153,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
             | {"params": [names[number] for number in group["params"]]}
             for k, group in enumerate(packed["param_groups"])
         ],
-        "state": converted(described, as_parameter),
+        "state": map_states(described, as_parameter),
         "shared": {key: readable(value, f"state {key!r}") for key, value in shared.items()},
         "extra": {key: readable(value, f"{key!r} in the state_dict()") for key, value in extra.items()},
     }
@@ -180,11 +180,11 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 def on_meta(content: Content) -> Content:
     """The `content` with the tensors of its parameters and their states on meta. This form is exchanged between ranks,
     and stored as a folder's description."""
-    (parameters,) = converted({"": content["parameters"]}, _meta).values()
-    return content | {"parameters": parameters, "state": converted(content["state"], _meta)}
+    (parameters,) = map_states({"": content["parameters"]}, _meta).values()
+    return content | {"parameters": parameters, "state": map_states(content["state"], _meta)}
 
 
-def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
+def merged_description(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
     """The combined description of all ranks' states, and the first rank that holds each parameter. Raises
     CheckpointError if the number of groups, the options of a group, or states that do not belong to a parameter differ
     between ranks."""
@@ -291,7 +291,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
     rank = boosted.group.rank()
     if shard:
         with new_folder(target, boosted.group, own=RANK_FILES) as folder:
-            write_files(contents(_in_files(written)), folder, rank)
+            write_files(file_contents(_in_files(written)), folder, rank)
             if rank == 0:
                 with writes(folder / DESCRIPTION):
                     torch.save(description, folder / DESCRIPTION)
@@ -304,7 +304,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
             tensors: dict[StateKey, Tensor] = {}
             for part in parts:
                 tensors |= load_plain(part, "a part of an optimizer state", "save again")
-            description["state"] = converted(description["state"], lambda place, _: tensors[place])
+            description["state"] = map_states(description["state"], lambda place, _: tensors[place])
             with writes(target):
                 torch.save(description, folder / target.name)
 
@@ -314,7 +314,7 @@ def check_savable(optimizer: Optimizer) -> None:
     ranks after a first step, which creates the state."""
     boosted = boosted_optimizer(optimizer)
     _, own = _described(boosted)
-    merged(gather_objects(own, boosted.group))
+    merged_description(gather_objects(own, boosted.group))
 
 
 def optimizer_part(optimizer: Optimizer) -> Callable[[], OptimizerPart]:
@@ -324,7 +324,9 @@ def optimizer_part(optimizer: Optimizer) -> Callable[[], OptimizerPart]:
     description, written = _planned(boosted, shard=True)
 
     def copied() -> OptimizerPart:
-        return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
+        return list(file_contents(_in_files(written))), copy.deepcopy(
+            description
+        ) if boosted.group.rank() == 0 else None
 
     return copied
 
@@ -341,9 +343,11 @@ def _described(boosted: PipelineOptimizer) -> tuple[Content, Content]:
 def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[StateKey, Tensor]]:
     """Gather the description of all ranks' states. Returns the description, and the tensors that this rank writes."""
     content, own = _described(boosted)
-    description, owners = merged(gather_objects(own, boosted.group))
+    description, owners = merged_description(gather_objects(own, boosted.group))
     rank = boosted.group.rank()
-    states = converted(content["state"], lambda _, tensor: tensor if shard and not is_packed(tensor) else whole(tensor))
+    states = map_states(
+        content["state"], lambda _, tensor: tensor if shard and not is_packed(tensor) else whole(tensor)
+    )
 
     def writes(name: str, tensor: Tensor) -> bool:
         return owners[name] == rank or (isinstance(tensor, DTensor) and has_slice(boosted, name, owners[name]))
@@ -362,7 +366,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
         source = existing(Path(checkpoint))
         content = _read_content(source)
         held = optimizer_content(boosted)
-    present, _ = merged(gather_objects(on_meta(held), boosted.group))
+    present, _ = merged_description(gather_objects(on_meta(held), boosted.group))
     with together(boosted.group):
         if problems := list(_problems(content, present)):
             raise CheckpointError(
@@ -432,7 +436,7 @@ def _state_tensors(states: ParameterStates) -> dict[StateKey, Tensor]:
         if tensors.setdefault(place, tensor) is not tensor:
             raise CheckpointError(f"two tensors in the state of {place[0]} have the name {place[1]}: use other keys")
 
-    converted(states, add)
+    map_states(states, add)
     return tensors
 
 
@@ -518,9 +522,9 @@ def _saved_states(
         return laid_out(kept, master) if kept.shape == master.shape else kept
 
     if source.is_dir():
-        states = converted(states, blank)
+        states = map_states(states, blank)
         read_shards(source, _in_files(_state_tensors(states)))
-    return converted(states, part)
+    return map_states(states, part)
 
 
 def _restore_states(optimizer: PipelineOptimizer, content: Content, states: ParameterStates) -> None:
@@ -546,4 +550,4 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Para
     for _, name, parameter in parameters:  # torch casts states to the parameter's dtype: restore the saved dtypes
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):
             values = optimizer.optim.state[parameter]
-            values.update(converted({name: values}, as_saved)[name])
+            values.update(map_states({name: values}, as_saved)[name])

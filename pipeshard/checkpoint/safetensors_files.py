@@ -330,7 +330,7 @@ RANK_FILES = "rank-?????-?????.safetensors"  # the pattern of the names of the f
 FileContent = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: copies of tensors, and metadata
 
 
-def contents(tensors: Mapping[str, Tensor]) -> Iterator[FileContent]:
+def file_contents(tensors: Mapping[str, Tensor]) -> Iterator[FileContent]:
     """Yield the content of each file that this rank writes: copies of the rank's shards of `tensors`."""
     for names in _shard_files(tensors):
         parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
@@ -339,7 +339,7 @@ def contents(tensors: Mapping[str, Tensor]) -> Iterator[FileContent]:
 
 
 def write_files(files: Iterable[FileContent], folder: Path, rank: int) -> list[Path]:
-    """Write this rank's `contents` into `folder`. Returns the paths of the files."""
+    """Write this rank's `file_contents` into `folder`. Returns the paths of the files."""
     written = []
     for k, (parts, metadata) in enumerate(files):
         written.append(folder / f"rank-{rank:05d}-{k:05d}.safetensors")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from pipeshard.checkpoint.files import Save, remove, restore, sync, together, writes
+from pipeshard.checkpoint.files import Save, complete_save, remove, sync, together, writes
 from pipeshard.checkpoint.load import revert, ties_name
 from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, RANK_FILES, WEIGHTS, joined_file, write_file
 from pipeshard.distributed.collectives import gather_objects, whole
@@ -329,7 +329,7 @@ def _make(folder: Path, module: nn.Module) -> None:
     """Create the folder of a save. Raises CheckpointError if it is a file, and warns if it contains adapters."""
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file, but the save writes a folder: pass another path")
-    restore(folder, RANK_FILES)
+    complete_save(folder, RANK_FILES)
     if isinstance(module, PreTrainedModel) and (folder / ADAPTER_CONFIG).is_file():
         logger.warning(  # an error would lose the result of a run
             "%s contains adapters (%s), which from_pretrained will apply to the weights that are saved here: remove "

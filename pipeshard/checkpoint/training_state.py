@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import existing, hidden, make_way, new_folder, remove, restore, together, writes
+from pipeshard.checkpoint.files import complete_save, existing, hidden, make_way, new_folder, remove, together, writes
 from pipeshard.checkpoint.io import boosted_model, io_of
 from pipeshard.checkpoint.optimizer import (
     boosted_optimizer,
@@ -419,6 +419,6 @@ def _remove_leftovers(parent: Path) -> None:
     leftovers = [path for path in parent.glob(".step-*") if HIDDEN.fullmatch(path.name)]
     for path in leftovers:
         if path.suffix == ".old":
-            restore(parent / path.name.removeprefix(".").removesuffix(".old"))
+            complete_save(parent / path.name.removeprefix(".").removesuffix(".old"))
     for path in leftovers:
         remove(path)

@@ -46,7 +46,7 @@ class LossState:
         """The kinds of these tensors, computed again if the user has changed a tensor."""
         versions = self._look()
         if self._versions is None or not _is_same(versions, self._versions):
-            self._versions, self._kinds = versions, tuple(kind_of(tensor) for tensor, _ in versions)
+            self._versions, self._kinds = versions, tuple(kind_of_tensor(tensor) for tensor, _ in versions)
         return self._kinds
 
     def stepped(self) -> None:
@@ -85,7 +85,7 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
         if isinstance(leaf, int | float):
             kinds.append(kind_of_number(float(leaf)))
         elif isinstance(leaf, Tensor) and dim is None and leaf.numel() <= MOST_IN_BATCH:
-            kinds.append(kind_of(leaf))
+            kinds.append(kind_of_tensor(leaf))
     return tuple(kinds)
 
 
@@ -95,18 +95,18 @@ def of_entries(batch: Batch) -> tuple[Hashable, ...]:
     kinds: list[Hashable] = []
     for entries in batch.entries.values():
         if isinstance(entries, np.ndarray) and entries.dtype.kind in NUMBERS:
-            kinds.append(kind_of(torch.from_numpy(entries.astype(np.float64))))
+            kinds.append(kind_of_tensor(torch.from_numpy(entries.astype(np.float64))))
             continue
         leaves = [tree_leaves(entry) for entry in entries]
         numbers = [leaf for of_entry in leaves for leaf in of_entry if isinstance(leaf, int | float)]
         texts = {leaf for of_entry in leaves for leaf in of_entry if isinstance(leaf, str)}
         shapes = {tuple(leaf.shape for leaf in of_entry if isinstance(leaf, Tensor)) for of_entry in leaves}
-        of_numbers = kind_of(torch.tensor(numbers, dtype=torch.float64)) if numbers else None
+        of_numbers = kind_of_tensor(torch.tensor(numbers, dtype=torch.float64)) if numbers else None
         kinds.append((of_numbers, min(texts) if len(texts) == 1 else None, len(shapes) == 1))
     return tuple(kinds)
 
 
-def kind_of(tensor: Tensor) -> Hashable:
+def kind_of_tensor(tensor: Tensor) -> Hashable:
     """The kind of a tensor, or None if its values are not compared. Tensors of one kind are assumed to give the same
     rule."""
     numbers = tensor.detach()

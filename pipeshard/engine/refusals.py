@@ -20,7 +20,7 @@ from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
 from pipeshard.hf import IMPLEMENTATIONS, adds_noise, has_adapters, recomputes, rope_limit
 from pipeshard.private import ActivationWrapper
-from pipeshard.slices.cut import positions_of
+from pipeshard.slices.cut import num_positions
 from pipeshard.split.adapters import BEGINNING
 from pipeshard.split.base_names import base_names
 from pipeshard.split.packed import is_quantized
@@ -37,7 +37,7 @@ REFUSED_WRAPPERS: dict[type, str] = {
 }
 
 
-def plain(model: nn.Module, warns: bool = True) -> nn.Module:
+def uncompiled(model: nn.Module, warns: bool = True) -> nn.Module:
     """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, with a warning if `warns`.
     Raises ConfigurationError for lazy parameters, weights that torchao or bitsandbytes has quantized, flex_attention,
     synchronized batch norms, accelerate's hooks and modules in other wrappers."""
@@ -255,7 +255,7 @@ def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]
         )
     limits = {name: limit for name, module in modules.items() if (limit := rope_limit(module)) is not None}
     for whole, parts in cut if limits else ():
-        longest, shortest = positions_of(whole), min(map(positions_of, parts))
+        longest, shortest = num_positions(whole), min(map(num_positions, parts))
         for name in (name for name, limit in limits.items() if shortest < longest and limit < longest):
             raise BatchError(
                 f"this batch has {longest} positions, but a part of the batch has only {shortest}. With more than "

@@ -26,7 +26,7 @@ from pipeshard.engine.reader import digest
 from pipeshard.engine.routes import Routes
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Microbatch
-from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of, plain
+from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of, serialized
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.kinds import modes
@@ -269,7 +269,7 @@ class Traces:
         if found is None:
             return Said([], [], failure or UNTRACED)
         try:
-            lines = [plain(lines_of(way, self.policy, outputs)) for way in found.all]
+            lines = [serialized(lines_of(way, self.policy, outputs)) for way in found.all]
         except TraceError as error:
             return Said([], [], str(error))
         return Said(list(map(self._number, found.all)), lines, "")

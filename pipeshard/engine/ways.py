@@ -147,7 +147,7 @@ def _is_value(constant: Any, deltas: tuple[int, ...]) -> str:
     return f"is {value!r}"
 
 
-def plain(lines: Sequence[Line]) -> list[tuple[str, str, bool | None]]:
+def serialized(lines: Sequence[Line]) -> list[tuple[str, str, bool | None]]:
     """Lines in their serialized form."""
     return [(line.what, line.value, line.is_left) for line in lines]
 

@@ -44,7 +44,7 @@ class _NoSampleLists(dict[str, bool]):
         return False
 
 
-def key_of(entry: Batch) -> tuple[Any, ...]:
+def call_key(entry: Batch) -> tuple[Any, ...]:
     """A key of the structure and the sizes of a call."""
     tensors = ((path, leaf.shape, leaf.dtype) for path, leaf in entry.tensors.items())
     return (entry.entry, *tensors, *entry.others)
@@ -57,7 +57,7 @@ def counts_samples(model: nn.Module, entry: Batch) -> bool:
     return _generates(model.get_submodule(entry.entry)) or None not in dims
 
 
-def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name. Raises UsageError if an argument is bound to a positional-only parameter or to
     `*args`."""
     if not args:

@@ -26,7 +26,7 @@ from pipeshard.engine.traces import FoundWays
 from pipeshard.errors import BatchError, TraceError, UsageError, counted, of_all, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
-from pipeshard.generate.entry import by_name, counts_samples, entry_of, key_of, twin
+from pipeshard.generate.entry import arguments_by_name, call_key, counts_samples, entry_of, twin
 from pipeshard.generate.rows import CacheParts, OfModule, StateParts, joined
 from pipeshard.generate.samples import SampleDependence, cannot_split
 from pipeshard.graph.taint import Value
@@ -74,7 +74,7 @@ class Forward:
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank."""
         with replaced(self, is_running=True):
-            return self._make(path, forward, by_name(forward, args, kwargs))
+            return self._make(path, forward, arguments_by_name(forward, args, kwargs))
 
     def _make(self, path: str, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         pipeline = self.pipeline
@@ -182,7 +182,7 @@ class Forward:
         """The routes of this call. Calls with the same structure and sizes are traced once per call of `generate`."""
         model, traces = self.pipeline.model, self.pipeline.traces
         entry = entry_of(model, path, twin(model, path, arguments, forward))
-        key = key_of(entry)
+        key = call_key(entry)
         if key not in self._routes:
             cached = disable_caches(model)
             found, failure = None, ""

@@ -16,7 +16,7 @@ from pipeshard.errors import UsageError, of_all
 from pipeshard.graph.places import MISSING, names_in
 from pipeshard.hf import CACHES, POSITIONS, USES_CACHE, is_quantized_cache, rope_limit
 from pipeshard.private import tree_tensors
-from pipeshard.slices.cut import positions_of
+from pipeshard.slices.cut import num_positions
 
 
 class SampleDependence:
@@ -51,7 +51,7 @@ class SampleDependence:
     def _of_positions(self, entry: Batch, batches: Sequence[Batch]) -> str | None:
         if POSITIONS not in entry.tensors or not self._rope_limits:  # without positions, samples do not differ
             return None
-        longest, shortest = positions_of(entry), min(map(positions_of, batches))
+        longest, shortest = num_positions(entry), min(map(num_positions, batches))
         for name, limit in self._rope_limits.items():
             if shortest < longest and limit < longest:
                 return (

@@ -234,7 +234,7 @@ class Kinds:
             self.valued |= {call.unit} if visited.own is not None else set()
             return replace(visited, met=visited.met | lent)
         objects = {k: Settings(leaf) for k, leaf in enumerate(call.leaves) if not isinstance(leaf, (Tensor, *PLAIN))}
-        described = tuple(describe(leaf, objects.get(k)) for k, leaf in enumerate(call.leaves))
+        described = tuple(properties_of(leaf, objects.get(k)) for k, leaf in enumerate(call.leaves))
         reaching = ((OF_UNIT, settings), *objects.items())
         beside = frozenset((k, path) for k, reached in reaching for path in reached.computed(taint))
         known = self._known.setdefault((type(call.module), modes(), str(call.tree), described), [])
@@ -286,7 +286,7 @@ class Kinds:
                 raise TraceError(
                     f"unit {call.unit} ({type(call.module).__name__}) failed in the trace: {summary(error)}"
                     f"{first if summary(on_meta) != summary(error) else ''}. The unit's inputs (for tensors: "
-                    f"shape, dtype, requires_grad) were {[describe(leaf) for leaf in call.leaves]}"
+                    f"shape, dtype, requires_grad) were {[properties_of(leaf) for leaf in call.leaves]}"
                 ) from error
 
     def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> CallKind:
@@ -363,7 +363,7 @@ def modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *casts
 
 
-def describe(leaf: Any, settings: Settings | None = None) -> Any:
+def properties_of(leaf: Any, settings: Settings | None = None) -> Any:
     """The properties of an argument that determine how a unit behaves. Pass the `settings` of the argument if they are
     known."""
     if isinstance(leaf, Tensor):

@@ -11,7 +11,7 @@ from operator import itemgetter, truediv
 
 from pipeshard.errors import PartitionError, PipeshardError
 from pipeshard.planner.candidate import Candidate, Subject
-from pipeshard.planner.inside import Inside, inside, opened, sent
+from pipeshard.planner.inside import Inside, opened_layers, places_inside, sent
 from pipeshard.planner.memory import StagePart
 from pipeshard.schedule.search import (
     Rule,
@@ -202,7 +202,7 @@ def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | Non
 def refined(subject: Subject, found: Sequence[Found]) -> Iterator[Found]:
     """For solutions whose cuts are between layers, search for cuts inside layers. Yields the solutions that become
     faster."""
-    places = inside(subject) if found else None
+    places = places_inside(subject) if found else None
     for (time, (edges, rule), cutter), seed in itertools.product(found if places else (), SEEDS):
         assert places is not None
         start = tuple(places.edges[edge] for edge in edges)
@@ -219,7 +219,7 @@ def _made_inside(subject: Subject, found: Iterable[Found], m: int) -> tuple[Cand
     or None. Only layers that contain a cut are divided."""
     for _, (edges, rule), cutter in sorted(found, key=itemgetter(0)):
         with suppress(PipeshardError):  # with fewer divided layers, the model cannot be cut here
-            if made := _made(opened(subject, cutter.names(edges)), rule, cutter.placement, m):
+            if made := _made(opened_layers(subject, cutter.names(edges)), rule, cutter.placement, m):
                 return made
     return None
 

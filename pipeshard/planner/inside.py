@@ -35,7 +35,7 @@ class Inside:
     sent: list[tuple[int, int]]
 
 
-def inside(subject: Subject) -> Inside | None:
+def places_inside(subject: Subject) -> Inside | None:
     """The places inside the layers of `subject`, or None if the model cannot be cut inside its layers."""
     if subject.again is None or subject.flow.cut_points:
         return None
@@ -43,10 +43,10 @@ def inside(subject: Subject) -> Inside | None:
     if not openings:
         return None
     try:
-        fine = opened(subject, openings)
+        fine = opened_layers(subject, openings)
     except PipeshardError:  # children of a layer, such as experts that glue selects, cannot be units
         return None
-    edges = edges_of(subject.flow, fine.flow)
+    edges = call_edges(subject.flow, fine.flow)
     live = _crossing(subject.flow, fine.flow, edges)
     entering = [{key: size for key, (size, back) in each.items() if back} for each in live]
     sums = [_sums(each) for each in live]
@@ -58,15 +58,15 @@ def inside(subject: Subject) -> Inside | None:
     return Inside(fine, edges, names, frozenset(inner), sums) if inner else None
 
 
-def opened(subject: Subject, names: Sequence[str]) -> Subject:
+def opened_layers(subject: Subject, names: Sequence[str]) -> Subject:
     """Study the model of `subject` with the modules `names` as partition. In layers that contain such a module, the
     children are units, and the layer's cost is divided among them. Raises PartitionError if the model cannot be cut
     this way or calls its units in a different order, and TraceError if it cannot be traced."""
     if subject.again is None:
         raise PartitionError("the model cannot be cut inside its layers")
     made = subject.again(names)
-    runs = [made.costs[start:end] for start, end in pairwise(edges_of(subject.flow, made.flow))]
-    parts = [divided(whole, run) for whole, run in zip(subject.costs, runs, strict=True)]
+    runs = [made.costs[start:end] for start, end in pairwise(call_edges(subject.flow, made.flow))]
+    parts = [divided_cost(whole, run) for whole, run in zip(subject.costs, runs, strict=True)]
     # Rounding must not change the sums before a layer: even a small difference from the sums of whole layers can change
     # the order of a program.
     sums = [
@@ -78,14 +78,14 @@ def opened(subject: Subject, names: Sequence[str]) -> Subject:
     )
 
 
-def divided(whole: Cost, parts: Sequence[Cost]) -> list[Cost]:
+def divided_cost(whole: Cost, parts: Sequence[Cost]) -> list[Cost]:
     """Divide the cost of a layer among its children, in proportion to the children's costs."""
     sums = [sum(kind) for kind in zip(*parts, strict=True)]
     shares = [[part / total if total else 1 / len(parts) for part, total in zip(each, sums)] for each in parts]
     return [Cost(*(time * share for time, share in zip(whole, each))) for each in shares]
 
 
-def edges_of(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
+def call_edges(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
     """For each call of `whole`, the index of the first corresponding call of `fine`; finally, the number of calls of
     `fine`. Raises PartitionError unless `fine` has the calls of `whole` in the same order, where consecutive calls of
     modules inside a unit may replace a call of the unit."""

@@ -65,7 +65,7 @@ def sequence_of(batch: Batch) -> int:
     )
 
 
-def positions_of(batch: Batch) -> int:
+def num_positions(batch: Batch) -> int:
     """The largest position in a batch, counted from 1."""
     given = batch.tensors.get(POSITIONS)
     return sequence_of(batch) if given is None or given.is_meta else int(given.max()) + 1

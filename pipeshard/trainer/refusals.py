@@ -213,7 +213,7 @@ def refuse_callback(callback: Any, name: str, config: PipelineConfig) -> None:
             raise ConfigurationError(f"{name} does not support TRL's {each.__name__}: {CALLBACKS[each.__name__]}")
 
 
-def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
+def cut_arguments(config: PipelineConfig, window: int) -> dict[str, int | None]:
     """Return the PipelinePlugin arguments that split each of the `window` batches of a window. The num_microbatches of
     `config` is the total of all batches. Raises ConfigurationError if it is not a multiple of `window`."""
     if config.microbatch_size is not None:

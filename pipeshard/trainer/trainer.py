@@ -54,7 +54,7 @@ from pipeshard.trainer.checkpoint import (
 from pipeshard.trainer.evaluation import Evaluation
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences
 from pipeshard.trainer.refusals import (
-    cut,
+    cut_arguments,
     refuse,
     refuse_blank_reference,
     refuse_callback,
@@ -103,7 +103,7 @@ class Loop(Evaluation):
         refuse_class(type(self))
         refuse(self.args, self.pipeline.config, type(self).__name__)
         refuse_precision(self.accelerator.mixed_precision, type(self).__name__)
-        cut(self.pipeline.config, self.args.gradient_accumulation_steps)
+        cut_arguments(self.pipeline.config, self.args.gradient_accumulation_steps)
         self.accelerator = PipelineAccelerator.of(self.accelerator, self.pipeline.grid, self)
         self.gather_function = self.accelerator.gather_for_metrics
         # Trainer sets this in the first step, but the trace at boost calls compute_loss earlier.
@@ -142,7 +142,7 @@ class Loop(Evaluation):
     def _boosted(self, model: nn.Module, objective: Objective | None) -> StagesStandIn:
         refuse_split(model, type(self).__name__)
         config, args = self.pipeline.config, self.args
-        changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
+        changes: dict[str, Any] = {"loss_reduction": "batch", **cut_arguments(config, args.gradient_accumulation_steps)}
         sample = self._sample() if config.dry_run_input is None else config.dry_run_input
         if objective is not None and self.is_predicted(sample):
             objective = None  # traced in the first step of training, if any

@@ -58,7 +58,7 @@ class Comparison:
                     raise Different(f"{name} {what}{where} has {_a(gradient)}, unsplit {_a(expected)}", "backward")
                 if gradient is not None and expected is not None:
                     if not self._close(gradient, expected, GRADIENT, FLOOR * largest):
-                        how = gap(gradient, expected)
+                        how = difference_text(gradient, expected)
                         raise Different(f"the gradient of {name} {what}{where} differs: {how}", "backward")
                     self.counts["gradients"] += 1
 
@@ -70,7 +70,7 @@ class Comparison:
             raise Different(f"{min(names)} {what} exists only in the {side} model")
         for name, expected in unsplit.items():
             if not self.same(split[name], expected):
-                raise Different(f"{name} {what} differs: {gap(split[name], expected)}")
+                raise Different(f"{name} {what} differs: {difference_text(split[name], expected)}")
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str, when: str = "") -> None:
@@ -154,7 +154,7 @@ def magnitude(tensor: Tensor) -> float:
     return max(-float(low), float(high))
 
 
-def gap(split: Any, unsplit: Any) -> str:
+def difference_text(split: Any, unsplit: Any) -> str:
     if not (isinstance(split, Tensor) and isinstance(unsplit, Tensor)):
         return f"{split!r:.40}, unsplit {unsplit!r:.40}"
     if split.shape != unsplit.shape:
@@ -165,7 +165,7 @@ def gap(split: Any, unsplit: Any) -> str:
 
 def _values_text(split: Any, unsplit: Any) -> str:
     if isinstance(unsplit, Tensor) and unsplit.numel() != 1:
-        return f"differs: {gap(split, unsplit)}"
+        return f"differs: {difference_text(split, unsplit)}"
     return f"is {float(split):.7g}, unsplit {float(unsplit):.7g}"
 
 

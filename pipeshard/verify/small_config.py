@@ -64,7 +64,7 @@ def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
                 needed[len(value)] = max(needed[len(value)], all_kinds([repr(item) for item in value]))
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) in needed:
-            needed[len(module)] = max(needed[len(module)], all_kinds([kind_of(layer) for layer in module]))
+            needed[len(module)] = max(needed[len(module)], all_kinds([kind_of_layer(layer) for layer in module]))
     return {value: count for value, count in needed.items() if count < value}
 
 
@@ -73,7 +73,7 @@ def all_kinds(kinds: Sequence[Any]) -> int:
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
-def kind_of(layer: nn.Module) -> tuple[Any, ...]:
+def kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
     """A value that is equal for two layers with equal modules, parameters and settings."""
     return tuple(
         (

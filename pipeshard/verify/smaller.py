@@ -32,7 +32,7 @@ from pipeshard.verify.small_config import (
     all_kinds,
     factors,
     has_vocabulary,
-    kind_of,
+    kind_of_layer,
     layer_counts,
     take_layers,
     take_tokens,
@@ -155,7 +155,7 @@ def _shortened(given: Copies, stages: int, most: float) -> Smaller:
     what = []
     for name, module in given.model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 2 * stages:
-            count = max(2 * stages, all_kinds([kind_of(layer) for layer in module]))
+            count = max(2 * stages, all_kinds([kind_of_layer(layer) for layer in module]))
             if count < len(module):
                 lists[module] = count
                 what.append(f"{count} of the {len(module)} layers of {name}")

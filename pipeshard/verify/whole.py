@@ -13,7 +13,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import summary
 from pipeshard.graph.rng import Randomness, SharedDraws, python_state
 from pipeshard.private import BatchNorm, tree_tensors
-from pipeshard.verify.compare import Comparison, Results, attributes, gap, magnitude, recorded, size
+from pipeshard.verify.compare import Comparison, Results, attributes, difference_text, magnitude, recorded, size
 from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 
@@ -340,7 +340,7 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
         if not magnitude(mine - theirs) <= relative * max(sizes.get(name, 0.0), LOSS_FLOOR * largest):
             return (
                 f"the gradient of {name} differs between the batch of {whole.rows} samples and its {m}: "
-                f"{gap(mine, theirs)}"
+                f"{difference_text(mine, theirs)}"
             )
     return ""
 

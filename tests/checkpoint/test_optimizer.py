@@ -690,10 +690,10 @@ def test_options_of_a_group_are_compared_where_it_has_parameters() -> None:
     """An optimizer that counts steps in its groups (apex' FusedAdam) counts none for a group without parameters, as on
     a stage without embeddings: no checkpoint could be written."""
     counted, empty = {"params": ["wte.weight"], "lr": 0.1, "step": 3}, {"params": [], "lr": 0.1}
-    whole, _ = subject.merged([described(empty), described(counted), described(empty)])
+    whole, _ = subject.merged_description([described(empty), described(counted), described(empty)])
     assert whole["param_groups"] == [counted]
     with pytest.raises(CheckpointError, match="step of group 0 is 3 on rank 1, but 4 on rank 2: use the same options"):
-        subject.merged([described(empty), described(counted), described({**counted, "step": 4})])
+        subject.merged_description([described(empty), described(counted), described({**counted, "step": 4})])
 
 
 def checked(rate: float) -> None:
@@ -809,7 +809,10 @@ def killed_beside_a_model(folder: Path) -> list[bool]:
 
     run.booster.save_model(run.model, str(there), shard=True)
     run.booster.save_optimizer(run.optimizer, str(there), shard=True)
-    with mock.patch.object(files, "restore", side_effect=[None, OSError("killed")]), pytest.raises(CheckpointError):
+    with (
+        mock.patch.object(files, "complete_save", side_effect=[None, OSError("killed")]),
+        pytest.raises(CheckpointError),
+    ):
         run.booster.save_optimizer(run.optimizer, str(there), shard=True)  # after its two renames
     read = [is_read()]
     there.rename(folder / "other")
@@ -860,13 +863,13 @@ def test_what_a_folder_also_contains_is_there_at_every_moment(
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", until_killed(os.rename))
-        patch.setattr(files, "restore", until_killed(files.restore))
+        patch.setattr(files, "complete_save", until_killed(files.complete_save))
         with contextlib.suppress(Killed):
             files.place(writing, target, RANK_FILES)
     if has_links or moment < 2:
         there = files.existing(target)
         assert (there / "model.safetensors").read_text() == (there / "link" / "rows.py").read_text() == "old"
-    files.restore(target, RANK_FILES)
+    files.complete_save(target, RANK_FILES)
     assert {path.name for path in target.iterdir()} == {"code", "link", "model.safetensors", shard}
     assert (target / "link").is_symlink() and not (tmp_path / ".all.old").exists()
     assert (target / shard).read_text() == ("old" if moment < 2 else "new")
@@ -887,7 +890,7 @@ def test_a_file_of_the_previous_folder_may_be_open_on_nfs(tmp_path: Path, monkey
             assert (target / shard).read_text() == step and (target / "logs" / "train.log").read_text() == "a line"
             assert files.existing(target) == target
     assert len(list(tmp_path.glob(".all.removed-*"))) == 2
-    files.restore(target, RANK_FILES)
+    files.complete_save(target, RANK_FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["all"]
 
 

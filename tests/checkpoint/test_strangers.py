@@ -31,7 +31,7 @@ from pipeshard.checkpoint.optimizer import DESCRIPTION, OPTIMIZER_FORMAT, VALUE,
 from pipeshard.checkpoint.safetensors_files import (
     StoredTensors,
     check_shards,
-    contents,
+    file_contents,
     joined_file,
     read_shards,
     write_files,
@@ -408,7 +408,7 @@ def test_shards_of_any_tensors_come_back(tmp_path: Path, monkeypatch: pytest.Mon
         "half": torch.ones(3, dtype=torch.bfloat16),
         "ä /\0": torch.zeros(1),
     }
-    write_files(contents(tensors), tmp_path, 0)
+    write_files(file_contents(tensors), tmp_path, 0)
     assert len(list(tmp_path.iterdir())) > 3
     check_shards(tmp_path, tensors)
     found = {key: torch.zeros_like(value).contiguous() for key, value in tensors.items()}

@@ -14,7 +14,7 @@ from transformers import TorchAoConfig
 
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.engine.refusals import plain
+from pipeshard.engine.refusals import uncompiled
 from pipeshard.errors import ConfigurationError
 from pipeshard.split import packed
 from pipeshard.split.materialize import is_released
@@ -245,4 +245,4 @@ def test_a_model_that_torchao_has_quantized_is_refused(tmp_path: Path) -> None:
     build(LLAMA).save_pretrained(tmp_path)
     model = of_one_process(kind, tmp_path, quantization("torchao"))
     with pytest.raises(ConfigurationError, match=r"q_proj\.base_layer\.weight is a torchao Int8Tensor, which"):
-        plain(model)
+        uncompiled(model)

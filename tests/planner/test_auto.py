@@ -24,7 +24,7 @@ from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError
 from pipeshard.planner import auto
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.inside import inside
+from pipeshard.planner.inside import places_inside
 from pipeshard.planner.memory import Training
 from pipeshard.planner.planner import attempt, automatic, first_microbatch, schedules, study
 from pipeshard.planner.profile import Profile, shapes_of
@@ -284,7 +284,7 @@ def attempted_1f1b(inner: Subject, p: int) -> Candidate:
 
 def test_places_inside_have_the_costs_of_their_layers() -> None:
     whole = subject()
-    places = inside(whole)
+    places = places_inside(whole)
     assert places is not None
     for sums, of_places in zip(whole.sums, places.subject.sums, strict=True):
         assert [of_places[edge] for edge in places.edges] == list(sums)
@@ -350,4 +350,4 @@ def test_only_whole_layers_are_units_where_others_decide_about_units(
 ) -> None:
     model = zoo.build("llama", layers=2)
     microbatch, _ = first_microbatch(model, zoo.batch("llama"), M, None, None)
-    assert inside(study(model, microbatch, None, policy, "auto", training, None)) is None
+    assert places_inside(study(model, microbatch, None, policy, "auto", training, None)) is None
