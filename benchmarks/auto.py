@@ -22,7 +22,7 @@ from pipeshard.planner.candidate import Subject
 from pipeshard.planner.devices import Devices
 from pipeshard.planner.inside import places_inside
 from pipeshard.planner.memory import Training
-from pipeshard.planner.models import build
+from pipeshard.planner.models import build_on_meta
 from pipeshard.planner.planner import automatic, first_microbatch, study
 
 BAR, SECONDS = 0.4, 30.0
@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
 def studied(name: str) -> Subject:
     source, fields, length = MODELS[name]
-    model = build(source, fields.split(), "bf16")
+    model = build_on_meta(source, fields.split(), "bf16")
     made = with_image(model, length) if "images" in name else None
     microbatch, _ = first_microbatch(model, made, 1, None if made else 1, None if made else length)
     return study(model, microbatch, None, None, "auto", Training(precision="bf16"), None)

@@ -155,14 +155,14 @@ def plan(
     gc.disable()  # imports create many objects and no garbage
     atexit.register(gc.freeze)  # without it, the collection at exit takes a second
     with progress("building the model"):
-        from pipeshard.planner.models import build, precision_of
+        from pipeshard.planner.models import build_on_meta, precision_of
         from pipeshard.planner.plan import refuse_large
         from pipeshard.planner.planner import plan as make_plan
         from pipeshard.schedule.slices import refuse_unsliced
 
         if slices:
             refuse_unsliced(schedule or "1f1b")
-        built = build(model, fields, dtype, recompute, lora or 0, quantize, lora_targets, as_saved=True)
+        built = build_on_meta(model, fields, dtype, recompute, lora or 0, quantize, lora_targets, as_saved=True)
     with progress("planning"):
         made = make_plan(
             built,
@@ -200,7 +200,7 @@ def demo(pp: int, steps: int) -> None:
     """
     click.echo(f"llama, 8 layers, {pp} pipeline stages, 4 microbatches")
     with progress("training"):
-        from pipeshard.trial import demo as train
+        from pipeshard.trial import train_demo as train
 
         trained = train(pp, steps)
     click.echo("\n".join([*trained, "the same losses: pipeshard works here"]))

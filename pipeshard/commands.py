@@ -20,7 +20,7 @@ from pipeshard.batch.read import dummy_inputs
 from pipeshard.errors import PipeshardError, counted, summary
 from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
-from pipeshard.planner.models import build
+from pipeshard.planner.models import build_on_meta
 from pipeshard.planner.plan import UNUSABLE, Estimate, InSlices, Plan
 from pipeshard.verify.decide import Proven, alone
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof
@@ -215,8 +215,9 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
 def prove_model(
     source: str, fields: Sequence[str], seq_len: int, dtype: str, make_booster: Callable[[Any], Any]
 ) -> Proven:
-    """Boost a model with random weights (see `planner.models.build`) using `make_booster(batch)`. Returns the proof."""
-    model = build(source, fields, dtype)
+    """Boost a model with random weights (see `planner.models.build_on_meta`) using `make_booster(batch)`. Returns the
+    proof."""
+    model = build_on_meta(source, fields, dtype)
     data = drawn_batch(model, 10, seq_len)
     store = dist.HashStore()  # type: ignore[attr-defined]  # a FileStore's file would be gone when the watchdog ends
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -23,7 +23,7 @@ THREE_STATES = ("ademamix", "ademamix_32bit", "grokadamw")
 
 
 @collector_paused()
-def plan(kind: str, settings: Namespace) -> None:
+def print_plan(kind: str, settings: Namespace) -> None:
     """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory` with the
     number of slices that training uses, and ConfigurationError for commands other than sft."""
     if kind != "sft":
@@ -116,7 +116,7 @@ def blank(settings: Namespace) -> Any:
     import torch
     from peft import get_peft_model
 
-    from pipeshard.planner.models import DTYPE_NAMES, build
+    from pipeshard.planner.models import DTYPE_NAMES, build_on_meta
     from pipeshard.split.adapters import put_adapters
     from pipeshard.split.quantized import quantization_of, quantize_blank
 
@@ -129,7 +129,9 @@ def blank(settings: Namespace) -> Any:
     if options.get("attn_implementation") != "eager":  # the other kernels take as much memory as the default
         options.pop("attn_implementation", None)
     otherwise = partial(dtype_of_weights, Path(source))
-    model = build(source, sizes, dtype, recomputes, trust_remote_code=trusts, options=options, otherwise=otherwise)
+    model = build_on_meta(
+        source, sizes, dtype, recomputes, trust_remote_code=trusts, options=options, otherwise=otherwise
+    )
     packing = quantization_of(model.config, source, quantization)
     if packing is not None:
         quantize_blank(model, packing)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a model (see `planner.models.build`) with random data. Each rank calls `make_booster(batch)`."""
+    """A run of a model (see `planner.models.build_on_meta`) with random data. Each rank calls `make_booster(batch)`."""
 
     source: str
     fields: Sequence[str]
@@ -68,10 +68,10 @@ def _meet(rank: int, size: int, folder: str) -> None:
 
 def _rank(rank: int, trial: Trial, folder: str) -> None:
     from pipeshard.batch.read import dummy_inputs
-    from pipeshard.planner.models import build
+    from pipeshard.planner.models import build_on_meta
 
     _meet(rank, trial.pp_size, folder)
-    model = build(trial.source, trial.fields, trial.dtype)
+    model = build_on_meta(trial.source, trial.fields, trial.dtype)
     batch = dummy_inputs(model, trial.num_samples, trial.seq_len)
     booster = trial.make_booster(batch)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -85,7 +85,7 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def demo(pp_size: int, steps: int) -> list[str]:
+def train_demo(pp_size: int, steps: int) -> list[str]:
     """Train a llama with 8 layers and 0.6 million random parameters on `pp_size` processes, and unsplit in one process.
     Returns one line per step with both losses.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from pipeshard.dry_run import ADAMW, blank, is_one_row, microbatches, plain_name, plan, planned, planned_optimizer
+from pipeshard.dry_run import ADAMW, blank, is_one_row, microbatches, plain_name, planned, planned_optimizer, print_plan
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, counted
 from pipeshard.recipe import (
     COLUMNS,
@@ -47,7 +47,7 @@ def main(kind: str, arguments: Sequence[str]) -> int:
     settings = read(kind, arguments)
     if settings.dry_run:
         quiet()
-        plan(kind, settings)
+        print_plan(kind, settings)
     elif "RANK" in os.environ:
         quiet()
         train(kind, settings)
@@ -58,7 +58,7 @@ def main(kind: str, arguments: Sequence[str]) -> int:
         check_sources(kind, settings)
     for text in remarks(kind, settings):
         click.echo(f"note: {text}", err=True)
-    return 0 if settings.dry_run else start(kind, settings, arguments)
+    return 0 if settings.dry_run else start_ranks(kind, settings, arguments)
 
 
 def refuse_no_rendezvous(settings: Namespace) -> None:
@@ -140,7 +140,7 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
 # The ranks
 
 
-def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
+def start_ranks(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
     """Run this command on this machine's ranks, as `pipeshard launch` does. Returns the exit status."""
     from pipeshard.launch import main as launch
     from pipeshard.launch import threads
@@ -152,7 +152,7 @@ def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
     flags |= {"rdzv-endpoint": settings.rdzv_endpoint} if settings.rdzv_endpoint else {}
     command = [*(f"--{flag}={value}" for flag, value in flags.items()), "--module", __name__, kind, *arguments]
     folder = settings.output_dir or OUTPUT
-    hint = partial(name_checkpoint, folder, {} if settings.resume else complete_in(folder))
+    hint = partial(name_checkpoint, folder, {} if settings.resume else complete_checkpoints(folder))
     status = launch(command, at_signal=hint)
     if status:
         hint()
@@ -162,7 +162,7 @@ def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
 def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
     """Print how to continue a run that ended early, if it has written a complete checkpoint to the folder. `earlier`
     are the complete checkpoints of earlier runs: --resume would continue from one of them if it has more steps."""
-    found = complete_in(folder)
+    found = complete_checkpoints(folder)
     own = {step for step, when in found.items() if earlier.get(step) != when}
     if not own:
         return
@@ -170,7 +170,7 @@ def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
     click.echo(f"{folder} has a complete checkpoint: start the same command with {option} to continue", err=True)
 
 
-def complete_in(folder: str) -> dict[int, int]:
+def complete_checkpoints(folder: str) -> dict[int, int]:
     """The steps of the complete checkpoints in the folder, each with the time at which it was written."""
     from pipeshard.trainer import checkpoint  # takes a second to import
 
@@ -179,7 +179,7 @@ def complete_in(folder: str) -> dict[int, int]:
 
 def has_checkpoint(folder: str) -> bool:
     """Whether the folder has a complete checkpoint."""
-    return bool(complete_in(folder))
+    return bool(complete_checkpoints(folder))
 
 
 def quiet() -> None:
@@ -228,7 +228,7 @@ def train(kind: str, settings: Namespace) -> None:
     if trainer.is_world_process_zero():
         click.echo(f"\nsaved {args.output_dir}")
     if kind != "reward":
-        answer(trainer, settings.prompt, next(iter(data)))
+        print_answer(trainer, settings.prompt, next(iter(data)))
 
 
 def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
@@ -282,7 +282,7 @@ def line(restarts: bool) -> Any:
     return Line()
 
 
-def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
+def print_answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
     """Print the model's answer to `prompt` or, without one, to the prompt of the sample `row`."""
     asked: Any = question(row, getattr(trainer.args, "dataset_text_field", "text"))
     if prompt is not None:

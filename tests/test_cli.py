@@ -156,7 +156,7 @@ def test_slices_are_compared_with_the_limit() -> None:
     refused = invoke(*asked, "1kB").output
     assert refused.startswith("LlamaForCausalLM, ") and "Slices of 1f1b" in refused
     assert "\nerror: with 16 slices, rank " in refused and "but its device_memory is 1.00 kB. Possible" in refused
-    model = source.build("llama", MODEL[1:])
+    model = source.build_on_meta("llama", MODEL[1:])
     made = plan(model, pp_size=2, num_microbatches=4, seq_len=256, schedule="1f1b", precision="bf16")
     peaks = {one.n: one.peak for one in made.in_slices()}
     shown = invoke(*asked, str(peaks[4]))
@@ -208,7 +208,7 @@ def test_packed_weights_take_less_and_compute_the_same(kind: str) -> None:
 
 def write_packed(folder: Path, **options: Any) -> str:
     """Write the config of a small model that was saved with quantized weights."""
-    config = source.build("llama", MODEL[1:]).config
+    config = source.build_on_meta("llama", MODEL[1:]).config
     config.quantization_config = {"quant_method": "bitsandbytes"} | options
     config.save_pretrained(folder)
     return str(folder)
@@ -250,11 +250,11 @@ def test_a_quantized_folder_that_cannot_be_trained_is_not_planned(
 def test_large_adapters_do_not_change_the_precision() -> None:
     """With `--quantize nf4 --lora 128`, the fp32 adapters have more elements than the bf16 weights that are not
     quantized, and the plan was for precision fp32."""
-    model = source.build("llama", MODEL[1:], "bf16", lora=128)
+    model = source.build_on_meta("llama", MODEL[1:], "bf16", lora=128)
     assert source.precision_of(model) == "bf16"
-    packed = source.build("llama", MODEL[1:], "bf16", lora=128, quantize="nf4")
+    packed = source.build_on_meta("llama", MODEL[1:], "bf16", lora=128, quantize="nf4")
     assert source.precision_of(packed) == "bf16"
-    model = source.build("llama", MODEL[1:], "bf16")
+    model = source.build_on_meta("llama", MODEL[1:], "bf16")
     model.model.norm.float().requires_grad_(False)  # like the biases of ERNIE's routers
     assert source.precision_of(model) == "bf16"
 
@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
 
 def test_a_field_that_only_the_code_reads_is_accepted() -> None:
     """Qwen3MoeConfig has no head_dim of its own, but every Qwen3-MoE on the Hub sets it."""
-    model = source.build("qwen3_moe", ["head_dim=128", "num_hidden_layers=1"])
+    model = source.build_on_meta("qwen3_moe", ["head_dim=128", "num_hidden_layers=1"])
     assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (128 * 32, 2048)
 
 

@@ -266,7 +266,7 @@ def test_restarts_over_an_earlier_run_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "out", 2)
     with (
         mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value=""),
-        mock.patch.object(tuning, "start", return_value=0) as start,
+        mock.patch.object(tuning, "start_ranks", return_value=0) as start,
     ):
         refused = said("sft", *arguments)
         assert refused.exit_code == 1 and "has a checkpoint of an earlier run" in refused.output and not start.called
@@ -336,7 +336,7 @@ def test_reward_functions_are_sought_before_ranks_start(tmp_path: Path, name: st
     (tmp_path / "my_package").mkdir()
     for code in ("my_rewards.py", "my_package/__init__.py"):
         (tmp_path / code).write_text("raise AssertionError")
-    with contextlib.chdir(tmp_path), mock.patch.object(tuning, "start", return_value=0) as start:
+    with contextlib.chdir(tmp_path), mock.patch.object(tuning, "start_ranks", return_value=0) as start:
         ended = said("grpo", "--config", file)
     assert start.called == (why is None), ended.output
     assert why is None or f"error: reward_funcs: {name} cannot be imported: {why}" in ended.output
@@ -579,7 +579,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_data_is_checked_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "chats.csv").write_text("a,b\n1,2")
-    with mock.patch.object(tuning, "start") as start:
+    with mock.patch.object(tuning, "start_ranks") as start:
         ended = said("sft", "--config", toy(tmp_path), f"--dataset_name={tmp_path}/chats.csv")
     assert ended.exit_code == 1 and "chats.csv has the columns a, b, but sft needs" in ended.output
     assert not start.called
@@ -621,7 +621,7 @@ def test_chats_need_a_template_before_ranks_start(
 
     def started(*arguments: str) -> str | None:
         """The error, or None if ranks were started."""
-        with mock.patch.object(tuning, "start", return_value=0) as start:
+        with mock.patch.object(tuning, "start_ranks", return_value=0) as start:
             ended = said(kind, "--config", file, *arguments)
         assert start.called == (ended.exit_code == 0)
         return ended.output if ended.exit_code else None
@@ -642,7 +642,7 @@ def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
     """TRL's default of one microbatch left half of the ranks idle, and a plan was made for a file that is not there."""
     (tmp_path / "recipe").mkdir()
     arguments = ["--config", toy(tmp_path / "recipe"), "--gradient_accumulation_steps=1"]
-    with mock.patch.object(tuning, "start", return_value=0):
+    with mock.patch.object(tuning, "start_ranks", return_value=0):
         trained = said("sft", *arguments)
     waits = (
         "note: a step has 1 microbatch for 2 stages, which wait for each other: "

@@ -77,10 +77,10 @@ def refuse_differing_folders(what: str, folder: Path, group: dist.ProcessGroup) 
 def differing_folders(folder: Path, group: dist.ProcessGroup) -> str:
     """The first two folders that differ between ranks, each with its rank, or "" if all ranks pass the same folder.
     Between machines, only the folders' names are compared, since a shared disk may be mounted under different paths."""
-    return differing(folder.name, group) or differing(str(folder.resolve()), group, own_host())
+    return differing_names(folder.name, group) or differing_names(str(folder.resolve()), group, own_host())
 
 
-def differing(name: str, group: dist.ProcessGroup, host: Sequence[str] = ()) -> str:
+def differing_names(name: str, group: dist.ProcessGroup, host: Sequence[str] = ()) -> str:
     """The first two names that differ between ranks with the same `host`, each with its rank, or "" if these ranks
     pass the same name."""
     first: dict[tuple[str, ...], tuple[int, str]] = {}

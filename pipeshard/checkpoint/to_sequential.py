@@ -19,7 +19,7 @@ from pipeshard.graph.units import Interception, Recomputation, Sliced
 from pipeshard.hf import enable_caches
 from pipeshard.private import tree_tensors
 from pipeshard.split.packed import is_quantized
-from pipeshard.split.skeleton import build, skeletons
+from pipeshard.split.skeleton import build_layer, skeletons
 
 
 @inside_pipeshard()
@@ -108,7 +108,7 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
         remove_fsdp(module)
     enable_caches(memo[id(config)] for config in pipeline.cached if id(config) in memo)
     for module in skeletons(copied):  # skeletons of other stages, whose values are set later
-        build(module, pipeline.seed)
+        build_layer(module, pipeline.seed)
     return copied
 
 

@@ -144,7 +144,7 @@ class Order:
     def _plain_values(self) -> dict[Attribute, Any]:
         """The attributes with plain values. The data of streams is omitted, since it is not part of their state."""
         values = ((place, value) for place, value in self._values().items() if self._data.get(place, self) is not value)
-        return {place: value for place, value in values if is_plain(value)}
+        return {place: value for place, value in values if is_savable(value)}
 
     def _values(self) -> dict[Attribute, Any]:
         """The attributes of members without a `state_dict`."""
@@ -213,12 +213,12 @@ def is_large(value: Any) -> bool:
     return isinstance(value, list | tuple | dict) and len(value) > MANY_ENTRIES and not _has_scalars(value)
 
 
-def is_plain(value: Any) -> bool:
+def is_savable(value: Any) -> bool:
     """Whether a value can be copied, and saved in a checkpoint."""
     if isinstance(value, Mapping):
-        return type(value) in MAPPINGS and is_plain(list(value)) and is_plain(list(value.values()))
+        return type(value) in MAPPINGS and is_savable(list(value)) and is_savable(list(value.values()))
     if type(value) in (list, tuple, set, deque):
-        return _has_scalars(value) or all(map(is_plain, value))
+        return _has_scalars(value) or all(map(is_savable, value))
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf"
     return isinstance(value, (*SCALARS, Tensor, np.generic))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from pipeshard.data.order import Order, copied_value, is_equal, is_plain, saved
+from pipeshard.data.order import Order, copied_value, is_equal, is_savable, saved
 from pipeshard.data.place import LoaderPlace, Peekable
 from pipeshard.data.reach import generators_of
 from pipeshard.data.seeded import Delegate
@@ -113,7 +113,7 @@ class SharedSampler(Sampler[Any]):
                 "epoch, save between epochs. To start at the beginning, pass dataloader=None to load_training_state"
             )
         for number, entry in enumerate(entries, self.skip + 1):
-            if number % step == 0 and is_plain(entry):
+            if number % step == 0 and is_savable(entry):
                 for taken in [batches for batches in last_entries if batches < self.place.batches]:
                     del last_entries[taken]
                 last_entries[number // step] = copied_value(entry)

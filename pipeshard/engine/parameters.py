@@ -14,7 +14,7 @@ from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.engine.grad_sync import Bucket, GradientSync, has_hooks, reduction_buckets
 from pipeshard.engine.mixed_precision import MasterWeight, Precision, copy_attributes
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.split.initialize import InitWeights, initialize
+from pipeshard.split.initialize import InitWeights, initialize_tensors
 from pipeshard.split.materialize import is_released
 from pipeshard.split.policy import Policy
 from pipeshard.split.tensor_parallel import slice_parameters
@@ -107,7 +107,7 @@ class HeldParameters:
             for weight in shaped:
                 whole = torch.empty(weight.parameter.shape, device=weight.parameter.device)
                 put_parameter(self.model, weight.name, nn.Parameter(whole, weight.parameter.requires_grad))
-        initialize(self.model, [weight.name for weight in weights], {}, rule, seed)
+        initialize_tensors(self.model, [weight.name for weight in weights], {}, rule, seed)
         drawn = [self.model.get_parameter(weight.name).detach() for weight in shaped]
         with kept_tied(self.model):
             for weight, value in zip(shaped, drawn, strict=True):

@@ -61,7 +61,7 @@ class Memo(dict[int, Any]):
         return made
 
 
-def reached(values: Iterable[Any], known: Collection[int], kinds: Any = object) -> Iterator[Any]:
+def objects_within(values: Iterable[Any], known: Collection[int], kinds: Any = object) -> Iterator[Any]:
     """Yield the `values` of these kinds and, recursively, the objects of these kinds inside them, except objects with
     `known` ids."""
     queue, seen = [*values], dict[int, Any]()

@@ -17,7 +17,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.units import Interception
 from pipeshard.layers.specs import Function, LayerSpec, TiedLayerSpec, tie
 from pipeshard.split.partition import Cuts, check_partition
-from pipeshard.split.skeleton import build, skeleton, skeletons
+from pipeshard.split.skeleton import build_layer, skeleton, skeletons
 from pipeshard.split.ties import names_of
 
 
@@ -122,7 +122,7 @@ class PipelineModule(nn.Module):
                 "pipeshard.to_sequential(model) for a model with all layers"
             )
         for module in skeletons(self):
-            build(module, torch.initial_seed() % 2**63)
+            build_layer(module, torch.initial_seed() % 2**63)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

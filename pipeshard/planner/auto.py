@@ -18,7 +18,7 @@ from pipeshard.schedule.search import (
     Searched,
     StageCosts,
     anneal,
-    changed,
+    changed_rule,
     climb,
     estimate,
     of_ranks,
@@ -163,7 +163,7 @@ class Cutter:
     def change(self, choice: Choice) -> Choice:
         edges, rule = choice
         if self.draws.random() < 0.5:
-            return edges, changed(rule, self.m, self.draws)
+            return edges, changed_rule(rule, self.m, self.draws)
         return self.moved(edges), rule
 
 

@@ -34,7 +34,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(
+def build_on_meta(
     source: str,
     fields: Sequence[str] = (),
     dtype: str | None = None,

@@ -32,7 +32,7 @@ logger = logging.getLogger("pipeshard")
 InitWeights = bool | Callable[..., Any]
 
 
-def initialize(
+def initialize_tensors(
     model: nn.Module,
     parameters: Collection[str],
     buffers: Mapping[str, bool],

@@ -21,9 +21,9 @@ from pipeshard.private import compiled, without_weakrefs
 from pipeshard.replaced import replaced
 from pipeshard.split.adapters import begin
 from pipeshard.split.blank import give
-from pipeshard.split.initialize import InitWeights, initialize, written_again
+from pipeshard.split.initialize import InitWeights, initialize_tensors, written_again
 from pipeshard.split.policy import Policy
-from pipeshard.split.skeleton import blank_buffers, build, skeletons
+from pipeshard.split.skeleton import blank_buffers, build_layer, skeletons
 from pipeshard.split.ties import names_of, put_parameter
 
 
@@ -45,7 +45,7 @@ def shard(
     fresh = [name for name in unbuilt if model.get_parameter(name).is_meta]
     constructed = written_again(model, fresh)
     buffers = allocate(model, fresh, device)
-    initialize(model, unbuilt if callable(init_weights) else fresh, buffers, init_weights, seed, constructed)
+    initialize_tensors(model, unbuilt if callable(init_weights) else fresh, buffers, init_weights, seed, constructed)
     if init_weights:
         begin(model)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -118,7 +118,7 @@ def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
     inside = {module for unit in policy.get_held_layers() for module in unit.modules()}
     for module in skeletons(model):
         if module in inside:
-            build(module, seed)
+            build_layer(module, seed)
         else:
             blank_buffers(module)
 

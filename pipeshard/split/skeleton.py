@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError, UsageError, explained, listed, summary
-from pipeshard.graph.functions import Memo, inside, reached
+from pipeshard.graph.functions import Memo, inside, objects_within
 from pipeshard.graph.places import COLLECTIONS, content_of, entries_of, is_same
 from pipeshard.graph.rng import Randomness, seeded
 from pipeshard.private import WEAKREFS, restore_meta_kernels, without_weakrefs
@@ -29,8 +29,8 @@ MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), WEAKREFS))
 
 @dataclass
 class Blueprint:
-    """The constructor and the original attributes of a skeleton. `build` keeps attributes that have changed since the
-    skeleton was made.
+    """The constructor and the original attributes of a skeleton. `build_layer` keeps attributes that have changed since
+    the skeleton was made.
 
     `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
     original plain attributes, entries of the collections in them), and `versions` each parameter with its version,
@@ -47,9 +47,9 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     """Call `construct()` on meta, and return the module, which has names, shapes and attributes but no values. The
     user's generators do not change.
 
-    `build` later calls `make()` for the values. These depend on the seed and on `place`, the layer's number. Raises
-    ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if the
-    returned module contains a module that existed before: its values would be lost.
+    `build_layer` later calls `make()` for the values. These depend on the seed and on `place`, the layer's number.
+    Raises ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if
+    the returned module contains a module that existed before: its values would be lost.
     """
     restore_meta_kernels()
     refusal = explained(
@@ -99,7 +99,7 @@ def skeletons(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if BLUEPRINT in vars(module)]
 
 
-def build(module: nn.Module, seed: int) -> None:
+def build_layer(module: nn.Module, seed: int) -> None:
     """Call a skeleton's constructor on the default device, and give the skeleton the values of the new module.
 
     The values depend only on the seed and the layer's number; the user's random generators do not change. Modules and
@@ -161,7 +161,7 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
                 taken += _unchanged(Taken(vars(inner), key, now, value), entries.get(key), parts)
     for place in taken:
         _match(place.now, place.built, parts, set())
-    found = list(reached((place.built for place in taken), parts))
+    found = list(objects_within((place.built for place in taken), parts))
     memo = Memo(parts | {id(one): one for one in found if not (inside(one) or _is_copyable(one))}, found)
     for place in taken:
         place.holder[place.key] = copy.deepcopy(place.built, memo)

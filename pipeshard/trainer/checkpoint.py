@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from pipeshard.checkpoint.files import (
-    differing,
     differing_folders,
+    differing_names,
     new_folder,
     of_first,
     refuse_differing_folders,
@@ -155,7 +155,7 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
     checkpoint is incomplete or damaged, or if `folder` has no intact checkpoint.
     """
     name = "True" if asked is True else Path(asked).name if asked else "None"
-    if apart := differing(name, grid.world):
+    if apart := differing_names(name, grid.world):
         raise UsageError(
             f"resume_from_checkpoint differs between ranks: {apart}. Pass the same checkpoint on every rank. If "
             "each machine looks for the checkpoint on its own disk, use a folder that all machines share"

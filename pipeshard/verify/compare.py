@@ -214,7 +214,7 @@ def compare_state(
                     raise
 
 
-def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
+def differing_attributes(one: nn.Module, other: nn.Module) -> frozenset[str]:
     """The attributes, as "module.name", whose values differ between two runs of one model."""
     found, comparison = set(), Comparison()
     for path, module in one.named_modules():

@@ -23,7 +23,7 @@ from pipeshard.graph.indices import checking_indices
 from pipeshard.graph.lone import Lone
 from pipeshard.hf import use_eager_kernels
 from pipeshard.split.policy import Policy
-from pipeshard.verify.compare import Comparison, differing
+from pipeshard.verify.compare import Comparison, differing_attributes
 from pipeshard.verify.limit import Limit, TooMuch
 from pipeshard.verify.local import Different, LocalPipeline, Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Uncopyable, Weights, generators, undisturbed
@@ -353,7 +353,7 @@ class _Proving:
     def _fickle(self) -> frozenset[str]:
         """The attributes that differ between two runs of the unsplit model, such as durations, or torch.seed()."""
         with undisturbed(self.device):
-            return differing(self._unsplit()[0].model, self._unsplit()[0].model)
+            return differing_attributes(self._unsplit()[0].model, self._unsplit()[0].model)
 
     def _reference(self, own: Copies) -> Reference:
         return Reference(own, self._criterion(own), self.device)

@@ -24,17 +24,17 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import PipeshardError, explained, summary
-from pipeshard.graph.functions import CALLABLES, Memo, reached
+from pipeshard.graph.functions import CALLABLES, Memo, objects_within
 from pipeshard.graph.preserve import without_tf32
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.hf import disable_caches
 from pipeshard.private import tree_map_only
 from pipeshard.split.adapters import begin
-from pipeshard.split.initialize import InitWeights, initialize
+from pipeshard.split.initialize import InitWeights, initialize_tensors
 from pipeshard.split.materialize import allocate
 from pipeshard.split.packed import packed_layers
-from pipeshard.split.skeleton import build, skeletons
+from pipeshard.split.skeleton import build_layer, skeletons
 
 PACKED_STD = 0.02  # standard deviation of the values for a quantized weight
 # Objects without model state, which all copies share: data, files, connections, locks, writers and progress bars.
@@ -95,10 +95,10 @@ class Copies:
         """A copy in which meta tensors are allocated and initialized."""
         made = self.copy()
         for module in skeletons(made.model):
-            build(module, seed)
+            build_layer(module, seed)
         names = [name for name, parameter in made.model.named_parameters() if parameter.is_meta]
         packed = [layer for name, layer in packed_layers(made.model) if name in names]
-        initialize(made.model, names, allocate(made.model, names, device), rule or True, seed)
+        initialize_tensors(made.model, names, allocate(made.model, names, device), rule or True, seed)
         source = torch.Generator(device).manual_seed(seed)
         for layer in packed:
             layer.pack(torch.randn(layer.whole_shape, device=device, generator=source) * PACKED_STD)
@@ -150,7 +150,7 @@ def functions(*owners: Any) -> Iterator[Any]:
             found += contents(getattr(one, "__dict__", {}))
         if isinstance(owner, nn.Module):
             found += [hook for parameter in owner.parameters() for hook in _hooks(parameter)]
-    return reached(found, (), CALLABLES)
+    return objects_within(found, (), CALLABLES)
 
 
 def copies_of_kept(model: nn.Module) -> dict[int, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from pipeshard import AutoConfig, plan
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.planner.devices import Devices, Link
-from pipeshard.planner.models import build
+from pipeshard.planner.models import build_on_meta
 from tests import zoo
 
 LLAMA_8B = (
@@ -23,7 +23,7 @@ SLOW, FAST = "10Gbit/s,100us", "450GB/s,5us"
 
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
-    return build("llama", LLAMA_8B.split())
+    return build_on_meta("llama", LLAMA_8B.split())
 
 
 def planned(model: nn.Module, p: int = 2, **options: Any) -> Any:

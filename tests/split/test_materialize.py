@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from pipeshard import PipelinePlugin
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.adapters import stand_ins
-from pipeshard.split.initialize import initialize
+from pipeshard.split.initialize import initialize_tensors
 from pipeshard.split.materialize import allocate
 from pipeshard.split.ties import names_of
 from tests import zoo
@@ -70,7 +70,7 @@ def test_the_same_for_every_p(pool: Pool, name: str, empty: bool) -> None:
 def with_values(model: nn.Module) -> nn.Module:
     """A model on meta, all of whose parameters get their initial values here."""
     names = [name for name, _ in model.named_parameters()]
-    initialize(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
+    initialize_tensors(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
     return model
 
 
@@ -110,7 +110,7 @@ def test_the_architectures_own_rule(text: str) -> None:
     with torch.device("meta"):
         model = model_class(copy.deepcopy(config))
     names = [key for key, _ in model.named_parameters()]
-    initialize(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
+    initialize_tensors(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
     assert {key for key, _ in model.named_parameters()} == {key for key, _ in plain.named_parameters()}
     expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
     for key, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -129,7 +129,7 @@ def test_the_architectures_own_rule(text: str) -> None:
 def test_each_name_has_numbers_of_its_own() -> None:
     model = on_meta("llama")
     names = [key for key, _ in model.named_parameters()]
-    initialize(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
+    initialize_tensors(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
     weights = [layer.self_attn.q_proj.weight for layer in model.model.layers]  # type: ignore[union-attr]
     assert not any(torch.equal(a, b) for k, a in enumerate(weights) for b in weights[:k])
 
@@ -140,7 +140,7 @@ def test_loaded_weights_are_not_drawn_again() -> None:
     before = {key: p.clone() for key, p in model.named_parameters() if not p.is_meta}
     fresh = [key for key, p in model.named_parameters() if p.is_meta]
     assert fresh and all("layers.1." in key for key in fresh)
-    initialize(model, fresh, allocate(model, fresh, torch.device("cpu")), True, SEED)
+    initialize_tensors(model, fresh, allocate(model, fresh, torch.device("cpu")), True, SEED)
     after = dict(model.named_parameters())
     assert all(torch.equal(after[key], value) for key, value in before.items())
     assert not any(p.is_meta for p in after.values())
@@ -191,7 +191,7 @@ def test_a_function_that_uses_numpy_s_generator() -> None:
         names = [*dict(model.named_parameters())]
         np.random.seed(seed)
         expected = np.random.RandomState(seed).random()
-        initialize(model, names, allocate(model, names, torch.device("cpu")), by_numpy, SEED)
+        initialize_tensors(model, names, allocate(model, names, torch.device("cpu")), by_numpy, SEED)
         assert np.random.random() == expected
         found.append(dict(model.named_parameters()))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
