@@ -53,7 +53,7 @@ HARMLESS |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones
 # Functions that return the tensor itself if it already has the requested dtype and device.
 CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
-WRITING = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all names that end in "_"
+WRITING_METHODS = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all names that end in "_"
 _inside = 0
 _deferred: list[UsageError] | None = None  # the errors of reads and writes inside `as_if_held`
 
@@ -142,7 +142,7 @@ class Ghost(nn.Parameter):
                 _deferred.append(error)
             if name in ("data", "detach"):  # writes to the result count as writes to the ghost
                 return args[0]
-            if name in WRITING or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+            if name in WRITING_METHODS or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
                 return _written(func, name, args, kwargs)
             return func(*args, **kwargs)
 

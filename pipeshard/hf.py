@@ -34,7 +34,7 @@ MEDIA = {
     "image": ("image", "pixel", "target_sizes", "spatial"),
 }
 TOKEN_KINDS = "mm_token_type_ids"  # the kind of each token: 0 for text, or one of these numbers
-KINDS = {"image": 1, "video": 2, "audio": 3}
+MEDIA_KINDS = {"image": 1, "video": 2, "audio": 3}
 SIZES = "_thw", "_sizes", "_shapes", "_hws"  # suffixes of leaves that have one row of sizes per image
 
 # Registries of functions, by module of transformers, and the config fields that select a function of a registry.

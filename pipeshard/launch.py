@@ -29,7 +29,7 @@ from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
 
 from pipeshard.errors import UsageError, counted
 from pipeshard.replaced import replaced
-from pipeshard.script import FOLDER, endless, exit_now, repeated
+from pipeshard.script import ERRORS_FOLDER, endless, exit_now, repeated
 
 logger = logging.getLogger("pipeshard")
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None, at_signal: Callable[[], None] |
         logger.error("error: %s", why)
         return 2
     with tempfile.TemporaryDirectory(prefix="pipeshard-") as folder:
-        os.environ[FOLDER] = folder
+        os.environ[ERRORS_FOLDER] = folder
         return _run_agent(_folded(args), Path(folder), at_signal)
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pipeshard.errors import ConfigurationError, RankError, explained, summary
 from pipeshard.launch import threads
-from pipeshard.script import OTHERS, fold
+from pipeshard.script import CAUSED_BY_OTHERS, fold
 
 T = TypeVar("T")
 CALL, ERROR = "call", ".error"  # the file with the function, and the suffix of a file with a rank's error
@@ -87,7 +87,7 @@ def _failure(folder: Path) -> str | None:
     """A message with the rank that failed first and its error, or None if no rank wrote an error. Errors that another
     rank caused are considered only if there are no others."""
     texts = {path: path.read_text() for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: path.stat().st_mtime)}
-    first = min(texts, key=lambda path: texts[path].startswith(OTHERS), default=None)
+    first = min(texts, key=lambda path: texts[path].startswith(CAUSED_BY_OTHERS), default=None)
     return f"rank {first.stem} failed: {texts[first]}" if first else None
 
 

@@ -37,7 +37,7 @@ COLUMNS = {
 }
 # Functions of trl.rewards that make a reward function, with the arguments of TRL's own script.
 MAKERS = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # not downloaded: weights in other formats
 
 
@@ -92,7 +92,7 @@ ALIASES |= {"epochs": "num_train_epochs", "lr": "learning_rate"}
 ALIASES |= dict.fromkeys(("num_processes", "accelerate_config", "use_fsdp"), "pp or dp")
 ALIASES |= {"num_machines": "nnodes", "rdzv_backend": "rdzv_endpoint", "mixed_precision": "bf16"}
 # The advice in the planner's errors, and the same advice for these settings.
-ADVICE = {
+ADVICE_AS_SETTINGS = {
     "shorter or fewer samples in a microbatch": "a smaller max_length or per_device_train_batch_size",
     "--recompute, or model.gradient_checkpointing_enable()": "gradient_checkpointing, or recompute=1",
     "omit --recompute": "set gradient_checkpointing=false",
@@ -259,7 +259,7 @@ def in_settings() -> Iterator[None]:
         yield
     except (ConfigurationError, PartitionError) as error:
         text = str(error)
-        for there, here in ADVICE.items():
+        for there, here in ADVICE_AS_SETTINGS.items():
             text = text.replace(there, here)
         for here, there in PLUGIN.items():
             text = re.sub(rf"\b{there}\b", here, text)
@@ -348,20 +348,20 @@ def loaded(settings: Namespace) -> Any:
         return trl().get_dataset(instance_of(trl().DatasetMixtureConfig, settings))
     name = required_name(settings, "dataset_name")
     path, streaming = Path(name), settings.dataset_streaming
-    if path.suffix in READERS:
+    if path.suffix in DATA_FORMATS:
         if not path.is_file():
             raise ConfigurationError(f"dataset_name={name} is not an existing file: correct the path")
         if not path.stat().st_size:
             raise ConfigurationError(f"dataset_name={name} is empty: pass a file with samples")
     elif path.is_file():
-        *others, last = READERS
+        *others, last = DATA_FORMATS
         raise ConfigurationError(
             f"dataset_name={name} must end in {', '.join(others)} or {last}: convert the file, or pass a folder that "
             "datasets saved, or a dataset on the Hub"
         )
     with explained(partial(unreadable_data, path) if path.exists() else partial(not_at_hand, "dataset_name", name)):
-        if path.suffix in READERS:
-            return load_dataset(READERS[path.suffix], data_files=name, streaming=streaming)
+        if path.suffix in DATA_FORMATS:
+            return load_dataset(DATA_FORMATS[path.suffix], data_files=name, streaming=streaming)
         if any((path / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
             return load_from_disk(name)
         return load_dataset(name, settings.dataset_config, streaming=streaming)

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-FOLDER = "PIPESHARD_ERRORS"  # environment variable: the folder in which an agent's ranks record their errors
+ERRORS_FOLDER = "PIPESHARD_ERRORS"  # environment variable: the folder in which an agent's ranks record their errors
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # environment variable: torchrun's file for a rank's error, .../ATTEMPT/RANK/FILE
 # Classes of errors that another rank caused.
-OTHERS = ("RankError", "DistBackendError", "DistNetworkError", "DistStoreError")
+CAUSED_BY_OTHERS = ("RankError", "DistBackendError", "DistNetworkError", "DistStoreError")
 # Parts of an error's text that differ between ranks: addresses, torch's prefix, and the note of `Watch`.
 _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?|^pipeshard: this is rank .*$", re.MULTILINE)
 
@@ -70,7 +70,7 @@ def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackT
     folder = notes()
     if folder is None or record_error(folder, kind.__name__, text):
         sys.stderr.write(text)
-    elif FOLDER not in os.environ:  # `pipeshard launch` prints the number of these ranks
+    elif ERRORS_FOLDER not in os.environ:  # `pipeshard launch` prints the number of these ranks
         sys.stderr.write(f"rank {os.environ.get('RANK')} ended with the same {kind.__name__} as another rank\n")
 
 
@@ -90,8 +90,8 @@ def _is_default(hook: Any) -> bool:
 def notes() -> Path | None:
     """The folder in which ranks record errors (with torchrun, one folder per stderr file), or None if no folder is
     available."""
-    if FOLDER in os.environ or not os.environ.get(TORCHRUN):
-        return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+    if ERRORS_FOLDER in os.environ or not os.environ.get(TORCHRUN):
+        return Path(os.environ[ERRORS_FOLDER]) if ERRORS_FOLDER in os.environ else None
     try:
         place = os.fstat(sys.stderr.fileno())
         folder = Path(os.environ[TORCHRUN]).parent.parent / f"errors-{place.st_dev}-{place.st_ino}"
@@ -122,7 +122,7 @@ def endless(folder: Path, attempts: int, seconds: float) -> str | None:
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")
-        if kind not in OTHERS:
+        if kind not in CAUSED_BY_OTHERS:
             ends.setdefault((kind, digest), {})[int(attempt)] = file.stat().st_mtime
     for (kind, _), times in ends.items():
         last = [times.get(max(times) - k, -float("inf")) for k in range(attempts)]

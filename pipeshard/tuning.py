@@ -18,7 +18,7 @@ from pipeshard.dry_run import ADAMW, blank, is_one_row, microbatches, plain_name
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, counted
 from pipeshard.recipe import (
     COLUMNS,
-    READERS,
+    DATA_FORMATS,
     config_source,
     folder_of,
     instance_of,
@@ -119,7 +119,7 @@ def refuse_small(settings: Namespace) -> None:
 def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     """Yield notes on settings that the user may have overlooked."""
     name = settings.dataset_name or ""
-    if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
+    if not settings.datasets and Path(name).suffix in DATA_FORMATS and not Path(name).is_file():
         yield f"dataset_name={name} is not an existing file; training requires it"
     if settings.dry_run and settings.model_config and config_source(settings) == settings.model_config.split():
         yield f"model_name_or_path={settings.model_name_or_path} is not on this machine: the plan is of model_config"

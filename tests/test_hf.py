@@ -163,8 +163,8 @@ def test_placeholder_tokens() -> None:
 
 
 def test_kinds_of_tokens() -> None:
-    assert hf.TOKEN_KINDS in parameters("Glm4vForConditionalGeneration") and hf.KINDS.keys() == hf.MEDIA.keys()
-    tokens = SimpleNamespace(**{f"{kind}_token_ids": [number] for kind, number in hf.KINDS.items()})
+    assert hf.TOKEN_KINDS in parameters("Glm4vForConditionalGeneration") and hf.MEDIA_KINDS.keys() == hf.MEDIA.keys()
+    tokens = SimpleNamespace(**{f"{kind}_token_ids": [number] for kind, number in hf.MEDIA_KINDS.items()})
     assert transformers.ProcessorMixin.create_mm_token_type_ids(tokens, [[1, 2, 3, 4]]) == [[1, 2, 3, 0]]
 
 

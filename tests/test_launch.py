@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop(script.FOLDER, None)  # of a launcher that ran in this process
+    environment.pop(script.ERRORS_FOLDER, None)  # of a launcher that ran in this process
     return subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, timeout=500, cwd=folder, env=environment
     )
@@ -74,7 +74,7 @@ def test_a_plugin_folds_unless_the_watchdog_is_declined(monkeypatch: pytest.Monk
 
 
 def test_what_else_prints_errors_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(script.FOLDER, raising=False)
+    monkeypatch.delenv(script.ERRORS_FOLDER, raising=False)
     monkeypatch.setenv(script.TORCHRUN, "")
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     script.fold()
@@ -169,7 +169,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path) -> None:
     args = launch._folded(launch.parse(["--nproc-per-node", "2", "-m", "package.train", "--epochs", "3"]))
     assert args.module and args.training_script == "pipeshard.script"
     command = [sys.executable, "-m", "pipeshard.script", *args.training_script_args]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), script.FOLDER: str(told)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), script.ERRORS_FOLDER: str(told)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     plain = [sys.executable, "-m", "package.train", "--epochs", "3"]
     expected = subprocess.run(plain, cwd=tmp_path, capture_output=True, text=True)
@@ -289,7 +289,7 @@ def test_impatient_people(tmp_path: Path, program: str) -> None:
     )
     command = ["-m", program, "--nproc-per-node", "2", "train.py"] if program != "start" else ["train.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop(script.FOLDER, None)  # of a launcher that ran in this process
+    environment.pop(script.ERRORS_FOLDER, None)  # of a launcher that ran in this process
     environment.pop("RANK", None)
     agent = subprocess.Popen(
         [sys.executable, *command],

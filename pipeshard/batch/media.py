@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.hf import IDS, KINDS, MEDIA, SIZES, TOKEN_KINDS, counts_items, media_kind, placeholder_token
+from pipeshard.hf import IDS, MEDIA, MEDIA_KINDS, SIZES, TOKEN_KINDS, counts_items, media_kind, placeholder_token
 
 INTEGERS = torch.int32, torch.int64
 Counts = tuple[int, ...]  # the number of entries of each sample
@@ -52,7 +52,7 @@ def _is_token(model: nn.Module, batch: Batch, kind: str) -> Tensor | None:
     token = placeholder_token(model, kind)
     is_id = ids.eq(token) if token is not None else None
     kinds = batch.by_sample(TOKEN_KINDS) if TOKEN_KINDS in batch.tensors else None
-    if kinds is None or kinds.shape != ids.shape or not bool((is_kind := kinds.eq(KINDS[kind])).any()):
+    if kinds is None or kinds.shape != ids.shape or not bool((is_kind := kinds.eq(MEDIA_KINDS[kind])).any()):
         return is_id
     # Processors may also mark the tokens around an image, or use the image token for the frames of videos (GLM-4.5V).
     is_both = is_kind.logical_and(is_id) if is_id is not None else is_kind

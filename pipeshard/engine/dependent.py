@@ -18,7 +18,7 @@ from pipeshard.engine.traces import Traces
 from pipeshard.errors import BatchError, PipeshardError, TraceError
 from pipeshard.graph.dataflow import Wanted
 
-ADVICE = (
+BATCH_ADVICE = (
     "If an input contains row indices, or if entries of an input (such as images) belong to samples of other "
     "microbatches, pass num_microbatches=1 to PipelinePlugin. If the first dimension of an input is not the batch "
     "dimension, pass batch_dims={name: None} to send the full tensor with every microbatch"
@@ -57,7 +57,7 @@ def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exceptio
     who, remedy = ("criterion", f"{WHOLE_TENSOR}. ") if raised(error) else ("forward", "")
     return (
         f"the {who} fails for {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch of "
-        f"{batch.rows} rows: {type(error).__name__}: {error}. {remedy}{ADVICE}"
+        f"{batch.rows} rows: {type(error).__name__}: {error}. {remedy}{BATCH_ADVICE}"
     )
 
 

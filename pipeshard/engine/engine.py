@@ -22,7 +22,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.distributed.watch import NOTE
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.cuts import BatchSplitter
-from pipeshard.engine.dependent import ADVICE, is_of_model, tracing
+from pipeshard.engine.dependent import BATCH_ADVICE, is_of_model, tracing
 from pipeshard.engine.division import divided, traced
 from pipeshard.engine.hosted import HostedWeight
 from pipeshard.engine.interpreter import Interpreter
@@ -379,7 +379,7 @@ class Pipeline:
                 self._execute(program, train)
         except Exception as error:
             if len(planned[-1]) > len(read) and is_of_model(error):
-                error.add_note(f"{NOTE}this step has several microbatches. {ADVICE}")
+                error.add_note(f"{NOTE}this step has several microbatches. {BATCH_ADVICE}")
             raise
         finally:
             self.stages.end()

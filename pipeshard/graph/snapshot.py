@@ -53,7 +53,7 @@ from pipeshard.private import DisableTorchFunction
 from pipeshard.replaced import StandIn
 
 MOST_OBJECTS = 200_000  # the maximum number of objects that are walked
-CALLED = frozenset(name for name in HOOKS if "state_dict" not in name)  # hooks that calls and backward passes run
+CALLED_HOOKS = frozenset(name for name in HOOKS if "state_dict" not in name)  # hooks that calls and backward passes run
 
 
 class Thresholds(NamedTuple):
@@ -414,7 +414,7 @@ class Hooks:
     """The hooks of some modules, given with their paths, recorded on creation. A Snapshot walks the hooks, but does not
     compare the dicts that contain them: their keys are the ids of handles."""
 
-    def __init__(self, modules: Iterable[tuple[PlacePath, nn.Module]], names: Iterable[str] = CALLED) -> None:
+    def __init__(self, modules: Iterable[tuple[PlacePath, nn.Module]], names: Iterable[str] = CALLED_HOOKS) -> None:
         held = ((path, name, module.__dict__.get(name)) for path, module in modules for name in names)
         self.recorded = [((*path, PathStep("attr", name)), d, dict(d)) for path, name, d in held if d is not None]
         self._empty = [hooks for _, hooks, content in self.recorded if not content]

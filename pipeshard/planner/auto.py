@@ -18,17 +18,17 @@ from pipeshard.schedule.search import (
     Searched,
     StageCosts,
     anneal,
-    changed_rule,
     climb,
     estimate,
     of_ranks,
     rules,
     scheduled,
+    varied,
 )
 from pipeshard.split.balance import balance
 from pipeshard.split.boundary import forbidden_cuts
 
-CHUNKS = 2, 3, 4  # stages per rank, assigned to the ranks in a loop; two may also form a V
+CHUNKS_TRIED = 2, 3, 4  # stages per rank, assigned to the ranks in a loop; two may also form a V
 TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `tightness` for `estimate`
 ESTIMATES = 1500  # changes of cuts tried per tightness
 RETRIES = 10  # attempts to find a legal change of cuts
@@ -163,7 +163,7 @@ class Cutter:
     def change(self, choice: Choice) -> Choice:
         edges, rule = choice
         if self.draws.random() < 0.5:
-            return edges, changed_rule(rule, self.m, self.draws)
+            return edges, varied(rule, self.m, self.draws)
         return self.moved(edges), rule
 
 
@@ -172,7 +172,7 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
     a loop."""
     yield tuple(range(p))
     yield (*range(p), *reversed(range(p)))
-    for chunks in CHUNKS:
+    for chunks in CHUNKS_TRIED:
         yield tuple(range(p)) * chunks
 
 

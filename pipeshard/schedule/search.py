@@ -108,7 +108,7 @@ def rules(work: StageCosts, m: int) -> Iterator[Rule]:
             yield Rule(deep, deep, alternates, patience, alive, reserved)
 
 
-def changed_rule(rule: Rule, m: int, draws: random.Random) -> Rule:
+def varied(rule: Rule, m: int, draws: random.Random) -> Rule:
     """A copy of the rule with one random change."""
     match draws.randrange(9):
         case 0:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import is_of_peft
 from pipeshard.private import without_weakrefs
-from pipeshard.split.base_names import COPIES, base_names
+from pipeshard.split.base_names import TRAINED_COPIES, base_names
 from pipeshard.split.blank import give, refuse_changed_blank
 from pipeshard.split.packed import is_quantized, packed_layers
 
-KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
+ADAPTER_KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
 OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values of `init_lora_weights`
     "pissa": lambda layer, adapter: layer.pissa_init(adapter, "pissa"),
     "olora": lambda layer, adapter: layer.olora_init(adapter),
@@ -79,7 +79,7 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     new = {name: p for name, p in model.named_parameters() if p not in known and _is_nan(p)}
     copies, later = (
         {p for module in model.modules() if is_of_peft(module, kind) for p in module.parameters()}
-        for kind in (COPIES, "LoraLayer")
+        for kind in (TRAINED_COPIES, "LoraLayer")
     )
     for name, parameter in new.items():
         if parameter in copies:
@@ -183,7 +183,7 @@ def refuse_far(config: Any) -> None:
     embedding."""
     kind, how = _kind(config), getattr(config, "init_lora_weights", True)
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
-    if kind not in KINDS:
+    if kind not in ADAPTER_KINDS:
         raise ConfigurationError(
             f"the model is on meta, but peft needs the weights to initialize {kind} adapters. {WITH_WEIGHTS}"
         )
@@ -229,7 +229,7 @@ def needs_weights(config: Any) -> bool:
 def trained_copies(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """The path of each copy of a module that adapters train in full (`modules_to_save`), the copy, and the original
     module."""
-    wrappers: list[Any] = [(path, each) for path, each in model.named_modules() if is_of_peft(each, COPIES)]
+    wrappers: list[Any] = [(path, each) for path, each in model.named_modules() if is_of_peft(each, TRAINED_COPIES)]
     for path, wrapper in wrappers:
         for adapter, made in wrapper.modules_to_save.items():
             yield f"{path}.modules_to_save.{adapter}", made, wrapper.original_module

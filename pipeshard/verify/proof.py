@@ -28,7 +28,7 @@ from pipeshard.verify.limit import Limit, TooMuch
 from pipeshard.verify.local import Different, LocalPipeline, Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Uncopyable, Weights, generators, undisturbed
 from pipeshard.verify.samples import Samples
-from pipeshard.verify.sides import ALL, SEED, Sides, StepCut, Undivided
+from pipeshard.verify.sides import ONE_PART, SEED, Sides, StepCut, Undivided
 from pipeshard.verify.smaller import smaller
 from pipeshard.verify.untouched import untouched
 from pipeshard.verify.whole import MOVES, Coupled, WholeBatch, WholeFound, copied_microbatches, moves
@@ -341,7 +341,7 @@ class _Proving:
                 if is_first:  # a collective would wait for ranks that do not run the proof
                     stack.enter_context(Lone())
                     stack.enter_context(self.limit.measuring(reference.model, STEPS_LEFT))
-                loss, _ = reference.step([batch], ALL, (SEED, 0), self.limit.tick)
+                loss, _ = reference.step([batch], ONE_PART, (SEED, 0), self.limit.tick)
         except NoLoss:
             raise Unproven("found no loss to train on: add labels to the batch, or pass a criterion") from None
         except TooMuch:

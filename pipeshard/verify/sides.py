@@ -28,7 +28,7 @@ from pipeshard.verify.whole import RunMode, Side, WholeFound, unlike
 
 T = TypeVar("T")
 SEED = 20261123
-ALL = Weights([1.0])
+ONE_PART = Weights([1.0])
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Sides:
         try:
             if loss is None:
                 with self.draws.joining(len(weights.shares)):
-                    loss, _ = undivided.reference.step([batch], ALL, (SEED, step), self.tick)
-            whole = Side.of(undivided.reference, loss, batch.rows, ALL)
+                    loss, _ = undivided.reference.step([batch], ONE_PART, (SEED, step), self.tick)
+            whole = Side.of(undivided.reference, loss, batch.rows, ONE_PART)
             is_alike = not unlike(whole, Side.of(self.references[0], expected, batch.rows, weights), RunMode())
         except Unproven:
             raise

@@ -20,7 +20,7 @@ from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 WHOLE_SEED = 20261124
 # Relative errors of the loss and of gradients. Matrix products of different shapes are rounded differently, and some
 # layers always compute in fp32, so results in fp64 are not exact to the last digits.
-LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
+LOSS_ERRORS, GRADIENT_ERRORS = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
 ROUGH = 1e-3  # the least relative error that counts as a difference if a model does not run in fp64
 # A lower bound of the magnitude to which errors are relative; for a gradient, it is a share of the largest gradient.
 LOSS_FLOOR = 1e-3
@@ -325,7 +325,7 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
     least = max(ROUGH, *(8 * torch.finfo(dtype).eps for dtype in (whole.dtype, *dtypes))) if way.rough else 0.0
     short = max(8 * torch.finfo(whole.dtype).eps, least)
     floor = 1.0 if way.by_outputs else LOSS_FLOOR
-    if not abs(whole.loss - parts.loss) <= max(LOSS[way.dtype], short) * max(whole.term, parts.term, floor):
+    if not abs(whole.loss - parts.loss) <= max(LOSS_ERRORS[way.dtype], short) * max(whole.term, parts.term, floor):
         what = "an objective computed from the outputs" if way.by_outputs else "the loss"
         counts = "" if way.by_outputs else f" with weights {', '.join(f'{share:.3g}' for share in parts.shares)}"
         return f"{what} of {whole.rows} samples is {whole.loss:.7g}, but {parts.loss:.7g} from {m}{counts}"
@@ -336,7 +336,7 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
         if expected is None and gradient is None:
             continue
         mine, theirs = _filled(gradient, expected), _filled(expected, gradient)
-        relative = max(GRADIENT[way.dtype], 8 * torch.finfo(theirs.dtype).eps, least)
+        relative = max(GRADIENT_ERRORS[way.dtype], 8 * torch.finfo(theirs.dtype).eps, least)
         if not magnitude(mine - theirs) <= relative * max(sizes.get(name, 0.0), LOSS_FLOOR * largest):
             return (
                 f"the gradient of {name} differs between the batch of {whole.rows} samples and its {m}: "
@@ -423,7 +423,7 @@ def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -
     if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
         return False
     difference = (torch.cat(list(parts), dims[0]) - whole).nan_to_num(0.0, 0.0, 0.0).abs()
-    return bool(difference.numel() and float(difference.max()) > GRADIENT[dtype] * max(size(whole), 1e-6))
+    return bool(difference.numel() and float(difference.max()) > GRADIENT_ERRORS[dtype] * max(size(whole), 1e-6))
 
 
 def _cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:

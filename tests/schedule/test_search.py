@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeshard.schedule.given import program_of
 from pipeshard.schedule.program import Kind
 from pipeshard.schedule.schedules import make_program
-from pipeshard.schedule.search import Rule, Searched, StageCosts, changed_rule, climb, estimate, rules, scheduled
+from pipeshard.schedule.search import Rule, Searched, StageCosts, climb, estimate, rules, scheduled, varied
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.streams import add_ordered_communication
 from tests.legal import check
@@ -57,7 +57,7 @@ def test_a_searched_program_is_complete_ends_and_stays_in_memory(work: StageCost
     p, draws = len(work.room), random.Random(seed)
     rule = draws.choice([*rules(work, m)])
     for _ in range(20):
-        rule = changed_rule(rule, m, draws)
+        rule = varied(rule, m, draws)
     searched = Searched(work, rule, m)
     for count in (m, m + 1):
         program = program_of(searched, p, count)
