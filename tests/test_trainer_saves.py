@@ -517,7 +517,7 @@ def load_invalid(folder: str) -> bool:
     own = mock.Mock(return_value=saved)
     with (
         mock.patch.multiple("pipeshard.trainer.checkpoint", own_random_state=own, **others),
-        pytest.raises(CheckpointError, match=r"rank 1 of 2: .*training.pt cannot be restored"),
+        pytest.raises(CheckpointError, match=r"^rank 1.*: .*training.pt cannot be restored"),
     ):
         load_state(Path(folder), model, mock.Mock(), None)
     return torch.equal(torch.get_rng_state(), before)
