@@ -427,17 +427,22 @@ def own_seeds() -> tuple[list[list[int]], list[int]]:
 
 
 def watching() -> tuple[bool, bool]:
-    """Whether the loop is watched after a generation, and during one."""
+    """Whether the loop is watched after a generation, and during the next one."""
     split = boosted(zoo.build("llama-tied"), "llama-tied")
+
+    def is_watched() -> bool:
+        return any(isinstance(mode, Watching) for mode in modes_entered())
+
     during: list[bool] = []
 
     def note(tokens: Tensor, scores: Tensor) -> Tensor:
-        during.append(any(isinstance(mode, Watching) for mode in modes_entered()))
+        during.append(is_watched())
         return scores
 
-    for _ in range(2):
-        split.generate(**prompts("llama-tied"), max_new_tokens=NEW, logits_processor=LogitsProcessorList([note]))
-    return any(isinstance(mode, Watching) for mode in modes_entered()), any(during)
+    split.generate(**prompts("llama-tied"), max_new_tokens=NEW)
+    after = is_watched()
+    split.generate(**prompts("llama-tied"), max_new_tokens=NEW, logits_processor=LogitsProcessorList([note]))
+    return after, any(during)
 
 
 @pytest.mark.turns

@@ -64,11 +64,6 @@ NEW = (
     "'criterion.'"
 )
 
-UNTRACED = (
-    "a rank could not trace a batch. To see the error, pass dry_run_input=<a batch of this kind> to PipelinePlugin: "
-    "boost then traces this batch on every rank"
-)
-
 
 class FoundWays(NamedTuple):
     """The ways of the microbatches of several batches, in one state of the model and the criterion."""
@@ -240,6 +235,8 @@ class Traces:
         size = grid.size // grid.dp_size
         ranks = range(grid.replica * size, grid.replica * size + size)
         failure, asked = "", set[str]()
+        if found is None:
+            found, failure = self._tried(cut, criterion)
         for _ in range(ROUNDS):
             new = {unit for flow, _ in found.all for unit in flow.valued} if found is not None else set()
             numbers = [self.number(found) if found is not None else -1]
@@ -251,12 +248,7 @@ class Traces:
             asked |= wanted
             self._forget(found)
             self._lent = lend(self.policy.held_units, sorted(asked), grid.world, ranks)
-            try:
-                found, failure = self.find(cut, criterion), ""
-            except Exception as error:  # an error of the model
-                found, failure = None, summary(error)
-            finally:
-                self._lent = {}
+            found, failure = self._tried(cut, criterion)
         said = self._said(found, outputs, failure)
         known = compare(said, grid.world, ranks, grid.named)
         assert found is not None
@@ -264,10 +256,19 @@ class Traces:
             self._numbers.setdefault(flow, {})[deltas] = number
         return found
 
+    def _tried(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None) -> tuple[FoundWays | None, str]:
+        """The ways of these batches and "", or None and the error of the model in the trace."""
+        try:
+            return self.find(cut, criterion), ""
+        except Exception as error:  # of any type, since the user's model raises it
+            return None, summary(error)
+        finally:
+            self._lent = {}
+
     def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
         """The report on these ways for the other ranks."""
         if found is None:
-            return Said([], [], failure or UNTRACED)
+            return Said([], [], failure)
         try:
             lines = [serialized(lines_of(way, self.policy, outputs)) for way in found.all]
         except TraceError as error:

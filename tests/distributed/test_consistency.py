@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from pipeshard import PipelinePlugin
 from pipeshard.distributed import agreement
-from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, RankError, UsageError
+from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, RankError, TraceError, UsageError
 from tests import zoo
+from tests.hooks import register_unseen
 from tests.pool import Pool
 from tests.unsplit import Split
 
@@ -193,13 +194,34 @@ def failing_once() -> list[str]:
         raise ValueError("planted")
 
     if dist.get_rank():
-        next(iter(split.model.pipeline.policy.get_held_layers())).register_forward_pre_hook(fail)
+        register_unseen(next(iter(split.model.pipeline.policy.get_held_layers())), fail)
     messages = []
     for _ in range(2):
         with pytest.raises((ValueError, RankError)) as raised:
             split.backward(zoo.batch("gpt2"))
         messages.append(str(raised.value))
     return messages
+
+
+def failing_in_a_trace() -> str:
+    """A hook of one stage's layer, which causes a new trace, raises an error."""
+    split = split_of_two()
+    split.backward(zoo.batch("gpt2"))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    if dist.get_rank():
+        next(iter(split.model.pipeline.policy.get_held_layers())).register_forward_pre_hook(fail)
+    with pytest.raises(TraceError) as raised:
+        split.backward(zoo.batch("gpt2"))
+    return str(raised.value)
+
+
+def test_the_error_of_a_trace_on_one_rank_is_told_everywhere(pool: Pool) -> None:
+    """The error said that a rank could not trace a batch, and how to see the error."""
+    for message in pool.run(failing_in_a_trace, 2):
+        assert "planted" in message, message
 
 
 @pytest.mark.turns
