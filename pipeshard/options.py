@@ -1,4 +1,4 @@
-"""Options: the valid values of arguments that PipelineConfig and the planner share."""
+"""Options: the valid values of arguments that PipelineConfig and the planner share, and what counts as a number."""
 
 from collections.abc import Mapping
 from numbers import Real

@@ -48,7 +48,7 @@ class Number(NamedTuple):
 
 
 LoopTag = str | Stream | Number  # a str is the name of a parameter
-NO_SOURCES: frozenset[LoopTag] = frozenset()
+NO_LOOP_TAGS: frozenset[LoopTag] = frozenset()
 
 
 class Coupling:
@@ -176,13 +176,13 @@ class Coupling:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator of the loop, and propagate tags from the tensors that the operator reads to the tensors that
         it writes."""
-        drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NO_SOURCES
+        drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NO_LOOP_TAGS
         result = func(*args, **kwargs)
         inputs = [*args, *kwargs.values()]
         written = [*tensors_among([result]), *mutated(func, args, kwargs)]
         if func.namespace in COLLECTIVES:
             for tensor in tensors_among([*inputs, result]):
-                self._set(tensor, NO_SOURCES)
+                self._set(tensor, NO_LOOP_TAGS)
         elif func.name().startswith(OF_LISTS):
             self._follow_each(func, inputs, result, written)
         else:
@@ -196,7 +196,7 @@ class Coupling:
         others = [each for each in inputs if not isinstance(each, list | tuple)]
         targets = set(map(id, written))
         for row in zip(*lists):
-            self._follow(func, [*row, *others], [each for each in row if id(each) in targets], NO_SOURCES)
+            self._follow(func, [*row, *others], [each for each in row if id(each) in targets], NO_LOOP_TAGS)
 
     def _follow(self, func: Any, inputs: Sequence[Any], written: Sequence[Tensor], drawn: frozenset[LoopTag]) -> None:
         packet, overwrites = func._overloadpacket, func._overloadpacket in OVERWRITING
@@ -210,7 +210,7 @@ class Coupling:
             self._read.clear()
         for tensor in written:
             keeps = not overwrites or _is_part(tensor)
-            self._set(tensor, (self._of([tensor]) if keeps else NO_SOURCES) | tags | drawn)
+            self._set(tensor, (self._of([tensor]) if keeps else NO_LOOP_TAGS) | tags | drawn)
 
     def _is_number(self, value: Any) -> bool:
         """Whether `value` is a Python float, or the untagged CPU scalar into which torch converts such a float."""
@@ -245,7 +245,7 @@ class Coupling:
 
     def _of(self, tensors: Iterable[Tensor]) -> frozenset[LoopTag]:
         found = (self._tags.get(self._key(local(tensor))) for tensor in tensors)
-        return NO_SOURCES.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
+        return NO_LOOP_TAGS.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
         """The storage of `tensor`, and the number of the watched tensor in this storage that `tensor` is or views."""

@@ -1,4 +1,4 @@
-"""Cuts: splits the batches of a step into microbatches, and microbatches into slices."""
+"""BatchSplitter: splits the batches of a step into microbatches, and microbatches into slices."""
 
 from collections.abc import Sequence
 

@@ -23,7 +23,7 @@ from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
 MOST_IN_BATCH = 64  # larger tensors of a batch are not compared
-LOSS_LIBRARIES = {"torch", "transformers"}
+LIBRARIES_OF_LAYERS = {"torch", "transformers"}
 MODULE_OF_LOSSES = nn.CrossEntropyLoss.__module__  # may have class weights
 COMPARED_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 COMPARED_DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -62,7 +62,7 @@ class LossState:
 def _may_weight(module: nn.Module) -> bool:
     """Whether the module's class may compute a loss from the module's tensors, such as class weights."""
     name = type(module).__module__
-    return name == MODULE_OF_LOSSES or name.split(".")[0] not in LOSS_LIBRARIES
+    return name == MODULE_OF_LOSSES or name.split(".")[0] not in LIBRARIES_OF_LAYERS
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

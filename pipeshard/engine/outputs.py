@@ -282,7 +282,7 @@ class Outputs:
 def _spans(
     name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, selections: Sequence[Selection]
 ) -> dict[int, list[LeafSpan]]:
-    """Map each sequence dimension of an output to the Spans of the microbatches. In the trace, a sequence dimension
+    """Map each sequence dimension of an output to the LeafSpans of the microbatches. In the trace, a sequence dimension
     grows with the number of positions (if the trace has varied this number). In every microbatch, its size is the
     number of positions, possibly minus a constant (next-token losses have fewer entries). Raises UsageError for any
     other dimension that grows in the trace or differs between microbatches."""

@@ -261,7 +261,7 @@ class Traces:
         try:
             return self.find(cut, criterion), ""
         except Exception as error:  # of any type, since the user's model raises it
-            return None, summary(error)
+            return None, str(error) if isinstance(error, TraceError) else summary(error)
         finally:
             self._lent = {}
 

@@ -23,7 +23,7 @@ from pipeshard.graph.places import format_path, is_constant
 from pipeshard.graph.shapes import Count, TensorSpec, blank_state, has_values
 from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy
-from pipeshard.split.route import observed_far
+from pipeshard.split.route import is_read_far, observed_far
 
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a batch's sizes from the traced sizes
 Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in the unit
@@ -137,9 +137,11 @@ def _attributes_of(way: Way, stages: Sequence[int]) -> Iterator[Line]:
                 what = f"{format_path(place[1:])}, which unit {call.unit} (call {index}) leaves,"
                 yield Line(what, ", ".join(values), is_left=True)
     left = {(call.unit, part.source.place) for call in flow.calls for part in call.parts}
-    for unit, place, text in flow.numbers:
-        what = f"{format_path(place[1:])}, which unit {unit} may change,"
-        yield Line(what, f"is {text}", is_left=(unit, place) in left)
+    of_units = {call.unit: stage for call, stage in zip(flow.calls, stages, strict=True)}
+    for (unit, place, readers), text in flow.numbers:
+        if is_read_far(readers, stages, of_units[unit]):
+            what = f"{format_path(place[1:])}, which unit {unit} may change,"
+            yield Line(what, f"is {text}", is_left=(unit, place) in left)
 
 
 def _is_value(constant: Any, deltas: tuple[int, ...]) -> str:
@@ -166,7 +168,7 @@ def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: C
     failure."""
     told = gather_objects((said.numbers, said.lines, said.failure), group)
     every = [Said(numbers, lines, failure) for numbers, lines, failure in told]
-    if failed := next((other.failure for other in every if other.failure), None):
+    if failed := next((f"{named(rank)}: {other.failure}" for rank, other in enumerate(every) if other.failure), None):
         raise TraceError(failed)
     problems = gather_objects(_difference(every, ranks, named), group)
     if problem := next(filter(None, problems), None):
@@ -195,7 +197,10 @@ def _first_difference(mine: Sequence[Line], theirs: Sequence[Line]) -> tuple[Lin
 
 def _told(mine: Line | None, theirs: Line | None, here: str, there: str) -> str:
     if mine and theirs and mine.what == theirs.what:
-        return f"{mine.what} {mine.value:.{SHOWN}} in the trace on {here}, but {theirs.value:.{SHOWN}} on {there}"
+        pairs = enumerate(zip(mine.value, theirs.value))
+        equal = max(0, next((k for k, (one, other) in pairs if one != other), 0) - SHOWN // 2)
+        values = [f"{'... ' * bool(equal)}{line.value[equal : equal + SHOWN]}" for line in (mine, theirs)]
+        return f"{mine.what} {values[0]} in the trace on {here}, but {values[1]} on {there}"
     shown = [
         f"{line.what} {line.value:.{SHOWN}}" if line else "no other value crosses a cut" for line in (mine, theirs)
     ]

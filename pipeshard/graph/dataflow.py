@@ -162,7 +162,7 @@ class Dataflow:
     loss through glue alone. `counts_results` is True if the criterion returns a count that depends on unit results.
     `opaque` has the name ("" for the output itself) and the class of each object in the model's output that contains
     tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of units that other code reads, and
-    `numbers` the constants in such attributes of the valued units, as (unit, place, text).
+    `numbers` the constants in such attributes of the valued units, each with its value as text.
     """
 
     calls: tuple[Call, ...]
@@ -191,7 +191,7 @@ class Dataflow:
     counts_results: bool = False
     opaque: tuple[tuple[str, str], ...] = ()
     observed: tuple[Observed, ...] = ()
-    numbers: tuple[tuple[str, PlacePath, str], ...] = ()
+    numbers: tuple[tuple[Observed, str], ...] = ()
 
     @property
     def count(self) -> Question | None:

@@ -64,14 +64,15 @@ class Readers:
                         yield Observed(unit, place, frozenset(readers))
         yield from self._observed_in_objects(calls, settings)
 
-    def numbers(self, valued: Iterable[str], settings: Mapping[str, Settings]) -> Iterator[tuple[str, PlacePath, str]]:
+    def numbers(self, valued: Iterable[str], settings: Mapping[str, Settings]) -> Iterator[tuple[Observed, str]]:
         """The constants that the units in `valued` now have in attributes that other code reads, also inside dicts and
-        lists. Each is given by the unit, the place and the value as text."""
+        lists, each with the value as text."""
         for unit in valued:
             for module, path in settings[unit].modules.values():
-                for name in self._readers[id(module)].keys() - OF_MODULES if id(module) in settings[unit].own else ():
-                    for place, text in _as_text((*path, PathStep("attr", name)), vars(module).get(name)):
-                        yield unit, place, text
+                for name, readers in self._readers[id(module)].items() if id(module) in settings[unit].own else ():
+                    value = inspect.getattr_static(module, name, None) if name not in OF_MODULES else MISSING
+                    for place, text in _as_text((*path, PathStep("attr", name)), value):
+                        yield Observed(unit, place, frozenset(readers)), text
 
     def _observed_in_objects(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
         """The places with plain values, in objects that several units reach, to which a unit's code may write and that

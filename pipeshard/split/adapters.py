@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import is_of_peft
 from pipeshard.private import without_weakrefs
-from pipeshard.split.base_names import TRAINED_COPIES, base_names
+from pipeshard.split.base_names import COPIES_WRAPPER, base_names
 from pipeshard.split.blank import give, refuse_changed_blank
 from pipeshard.split.packed import is_quantized, packed_layers
 
@@ -79,7 +79,7 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     new = {name: p for name, p in model.named_parameters() if p not in known and _is_nan(p)}
     copies, later = (
         {p for module in model.modules() if is_of_peft(module, kind) for p in module.parameters()}
-        for kind in (TRAINED_COPIES, "LoraLayer")
+        for kind in (COPIES_WRAPPER, "LoraLayer")
     )
     for name, parameter in new.items():
         if parameter in copies:
@@ -229,7 +229,7 @@ def needs_weights(config: Any) -> bool:
 def trained_copies(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """The path of each copy of a module that adapters train in full (`modules_to_save`), the copy, and the original
     module."""
-    wrappers: list[Any] = [(path, each) for path, each in model.named_modules() if is_of_peft(each, TRAINED_COPIES)]
+    wrappers: list[Any] = [(path, each) for path, each in model.named_modules() if is_of_peft(each, COPIES_WRAPPER)]
     for path, wrapper in wrappers:
         for adapter, made in wrapper.modules_to_save.items():
             yield f"{path}.modules_to_save.{adapter}", made, wrapper.original_module

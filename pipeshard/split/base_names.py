@@ -6,7 +6,7 @@ from torch import nn
 
 from pipeshard.hf import is_of_peft, without_adapters
 
-TRAINED_COPIES = "ModulesToSaveWrapper"  # peft's class for a module that adapters train in full, with its copies
+COPIES_WRAPPER = "ModulesToSaveWrapper"  # peft's class for a module that adapters train in full, with its copies
 
 
 def base_names(model: nn.Module, active: bool = False) -> dict[str, str]:
@@ -23,7 +23,7 @@ def _named(module: nn.Module, full: str, plain: str, active: bool) -> Iterator[t
         yield from _named(module.get_submodule("base_layer"), f"{full}base_layer.", plain, active)
         return
     if is_of_peft(module, "AuxiliaryTrainingWrapper"):
-        copies = module.modules_to_save if is_of_peft(module, TRAINED_COPIES) else {}
+        copies = module.modules_to_save if is_of_peft(module, COPIES_WRAPPER) else {}
         used = [adapter for adapter in copies if adapter in module.active_adapters] if active else [*copies]
         if not (active and used):
             original = next(name for name, child in module.named_modules() if child is module.original_module)

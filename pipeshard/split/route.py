@@ -340,11 +340,15 @@ def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[
     call = flow.calls[index]
     left = {part.source.place: numbers for part, numbers in call.answered}
     for unit, place, readers in flow.observed:
-        is_far = any(reader < 0 or stages[reader] != stages[index] for reader in readers)
         numbers = left.get(place)
         is_plain = all(isinstance(call.leaves[k], (*PLAIN, Count)) for k in numbers or ())
-        if unit == call.unit and is_far and is_plain:
+        if unit == call.unit and is_plain and is_read_far(readers, stages, stages[index]):
             yield place, numbers
+
+
+def is_read_far(readers: Collection[int], stages: Sequence[int], stage: int) -> bool:
+    """Whether code on another stage than `stage` is among the `readers` of an Observed."""
+    return any(reader < 0 or stages[reader] != stage for reader in readers)
 
 
 def _result_tensors(call: Call) -> tuple[TensorSpec, ...]:

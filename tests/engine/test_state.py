@@ -385,6 +385,27 @@ class MarkingInCycle(MarkingInDict):
         first.marks["self"] = first.marks
 
 
+class ReadsMark(Block):
+    """A layer that is scaled by the number that the layer before has left."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.before = [first]
+
+    def forward(self, x: Tensor) -> Tensor:
+        marks: Any = self.before[0]
+        return super().forward(x) * int(marks.mark)
+
+
+class MarkingNear(Marking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = ReadsMark(self.layers[0])
+
+    def scale(self, first: Any) -> int:
+        return 1
+
+
 class Lists(Block):
     """A layer that replaces the entries of a list by a number that the list may contain already."""
 
@@ -577,6 +598,11 @@ def test_numbers_that_units_compute_from_large_weights_are_refused(pool: Pool, m
     dict or in a list. At the end of a long list, it was compared no longer, and a dict in itself ended the trace."""
     for message in pool.run(refused_of_large, 2, make, timeout=200.0):
         assert re.search(r"mark.* is .* in the trace on .*, but .* on ", message), message
+
+
+def test_numbers_that_one_stage_computes_and_reads_may_differ_on_others(pool: Pool) -> None:
+    """They were compared, too, and the error said to cut so that one stage has the layer and its readers."""
+    assert pool.run(refused_of_large, 2, MarkingNear, timeout=200.0) == ["[]", "[]"]
 
 
 def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[str]]:
