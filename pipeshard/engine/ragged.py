@@ -119,7 +119,7 @@ class Ragged:
         return groups if self.has_short_cooldown else groups[::2] + groups[1::2][::-1]
 
     def _sides(self, batch: Batch) -> dict[str, SidePositions]:
-        """The SidePositions of a batch, by name. Raises BatchError if the batch has neither token ids nor embeddings."""
+        """The SidePositions of a batch by name. Raises BatchError if the batch has neither token ids nor embeddings."""
         totals = self._totals(_shapes(batch))
         if ENCODER not in totals:
             raise BatchError(
