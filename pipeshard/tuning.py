@@ -218,10 +218,11 @@ def train(kind: str, settings: Namespace) -> None:
     shown = line(restarts and (from_newest or not args.resume_from_checkpoint))
     trainer = pipelined(of_trl(kind, "Trainer"))(
         model_of(kind, settings), args=args, train_dataset=data, eval_dataset=held_out, peft_config=adapters,
-        callbacks=[shown], pipeline=PipelinePlugin(**plugin_arguments(settings)), **more,
+        pipeline=PipelinePlugin(**plugin_arguments(settings)), **more,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(shown)  # after the Trainer's own callbacks, which may end the run
     trainer.train(resume_from_checkpoint=from_newest or args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     trainer.save_state()

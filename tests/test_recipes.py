@@ -23,6 +23,7 @@ import torch.distributed as dist
 import transformers
 import yaml
 from click.testing import CliRunner, Result
+from torch import nn
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from pipeshard import dry_run, recipe, script, tuning
@@ -774,6 +775,42 @@ def test_the_line_shows_the_first_and_the_last_step(capsys: pytest.CaptureFixtur
     state.global_step = 0
     line.on_train_begin(args, state, None)
     assert capsys.readouterr().out == "no complete checkpoint in out: training begins at step 0\n"
+
+
+def test_the_last_step_is_logged_if_a_callback_of_the_trainer_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `enable_jit_checkpoint`, PipelineTrainer adds a callback that ends the run at SIGTERM. The line's callback
+    came before it, so the last step was not logged."""
+
+    class Stopping(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    class OneWeight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.weight * input_ids).mean()}
+
+    class StoppingTrainer(transformers.Trainer):
+        def __init__(self, model: nn.Module, peft_config: None, pipeline: None, **kwargs: Any) -> None:
+            super().__init__(model, **kwargs)
+            self.add_callback(Stopping())
+
+    arguments = ["--use_cpu", "--gradient_checkpointing=false", "--max_steps=5", "--logging_steps=10"]
+    settings = recipe.read("reward", [*arguments, f"--output_dir={tmp_path}"])
+    with (
+        mock.patch.object(tuning, "rows", return_value=([{"input_ids": [1]}], None)),
+        mock.patch.object(tuning, "model_of", return_value=OneWeight()),
+        mock.patch("pipeshard.distributed.mesh.backend_here", return_value=None),  # this process has no launcher
+        mock.patch("pipeshard.plugin.PipelinePlugin"),
+        mock.patch("pipeshard.trainer.pipelined", return_value=StoppingTrainer),
+    ):
+        tuning.train("reward", settings)
+    assert "step 2/5  loss 0.9999" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

@@ -324,9 +324,8 @@ def optimizer_part(optimizer: Optimizer) -> Callable[[], OptimizerPart]:
     description, written = _planned(boosted, shard=True)
 
     def copied() -> OptimizerPart:
-        return list(file_contents(_in_files(written))), copy.deepcopy(
-            description
-        ) if boosted.group.rank() == 0 else None
+        own = copy.deepcopy(description) if boosted.group.rank() == 0 else None
+        return list(file_contents(_in_files(written))), own
 
     return copied
 

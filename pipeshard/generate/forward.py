@@ -111,9 +111,9 @@ class Forward:
             )
 
     def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[CallRoutes]]:
-        """The microbatches of a call, and their Ways. If the microbatches cannot be traced, the call is not split,
-        unless the user has set a number of microbatches. A trace may fail because a value that is not an argument, such
-        as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
+        """The microbatches of a call, and their CallRoutes. If the microbatches cannot be traced, the call is not
+        split, unless the user has set a number of microbatches. A trace may fail because a value that is not an
+        argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
         batches = self._microbatches(entry, forward)
         states, routes = self._state_parts(batches), list[CallRoutes]()
         try:
@@ -121,8 +121,8 @@ class Forward:
                 with states.part(i):
                     routes.append(self._routes_of(path, batch.data, forward))
             if len(batches) > 1:
-                for batch, of_call in zip(batches, routes, strict=True):
-                    _refuse_other_rows(batch, of_call)
+                for batch, call in zip(batches, routes, strict=True):
+                    _refuse_other_rows(batch, call)
             return batches, routes
         except TraceError:  # raised on every rank
             if len(batches) == 1 or self.num_microbatches:
@@ -235,16 +235,16 @@ class Forward:
                 source = placement[stage.index - 1] if stage.index else pipeline.rank
                 destination = pipeline.rank if stage.is_last else placement[stage.index + 1]
                 copies = self._copies(batches[0].rows) if len(pipeline.stages.whole) > 1 else []
-                for i, (batch, of_call) in enumerate(zip(batches, routes, strict=True)):
+                for i, (batch, call) in enumerate(zip(batches, routes, strict=True)):
                     own_progress().start(f"stage {stage.index} of a forward that generates, microbatch {i}")
-                    route = of_call.routes[k]
+                    route = call.routes[k]
                     received = passed[i] if source == pipeline.rank else self._receive(route, source)
                     if copies:
                         parts = [self._parts[id(copy.cache)] for _, copy in copies]
                         batch = replace(batch, leaves=tuple(_part_of(leaf, parts, 0) for leaf in batch.leaves))
                     replay.randomness.microbatch(i)
                     with states.part(i):
-                        output, made = self._replayed(stage.index, route, of_call.deltas, received, batch)
+                        output, made = self._replayed(stage.index, route, call.deltas, received, batch)
                     passed[i] = {value: made[value].detach() for value in route.leaves.values}
                     if destination != pipeline.rank:
                         self._send(list(passed[i].values()), destination)
@@ -385,14 +385,14 @@ def digest_of(values: Any) -> str:
     return digest_tensors(integers, lambda _: True)
 
 
-def _refuse_other_rows(batch: Batch, of_call: CallRoutes) -> None:
+def _refuse_other_rows(batch: Batch, call: CallRoutes) -> None:
     """Raise TraceError if the logits of a microbatch do not have one row per sample of the microbatch, since they were
     combined with a tensor that has a row for each sample of the whole batch."""
-    for name, _, spec in of_call.routes[0].flow.outputs:
-        if field_of(name) == LOGITS and spec.at(of_call.deltas)[:1] != (batch.rows,):
+    for name, _, spec in call.routes[0].flow.outputs:
+        if field_of(name) == LOGITS and spec.at(call.deltas)[:1] != (batch.rows,):
             raise TraceError(
                 f"the logits of a microbatch of {counted(batch.rows, 'sample')} have the shape "
-                f"{spec.at(of_call.deltas)}. If a hook or an adapter uses a tensor of the whole batch, call "
+                f"{spec.at(call.deltas)}. If a hook or an adapter uses a tensor of the whole batch, call "
                 "model.generate(..., num_microbatches=1)"
             )
 

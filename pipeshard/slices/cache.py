@@ -40,7 +40,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_
             "num_slices=1"
         ) from None
     for number, layer in enumerate(cache.layers):
-        kind = CACHE_LAYERS.get(type(layer))
+        kind = SLICED_LAYERS.get(type(layer))
         if kind is None:
             raise ConfigurationError(
                 f"num_slices: the cache of layer {number} of {type(model).__name__} has class {type(layer).__name__}, "
@@ -149,7 +149,7 @@ class StatesAndSlidingKeys(LayerStates, SlidingKeys, LinearAttentionAndSlidingWi
         SlidingKeys.begin(self, now, number)
 
 
-CACHE_LAYERS: dict[type, Any] = {
+SLICED_LAYERS: dict[type, Any] = {
     DynamicLayer: Keys,
     DynamicSlidingWindowLayer: SlidingKeys,
     DynamicIndexedLayer: IndexedKeys,

@@ -140,9 +140,9 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
             set_random_state(before)
     with together(grid.world):
         if grid.first:
-            for own in folder.glob(RANDOM):  # not used, and possibly partial: no rank waits for its write
-                if not zipfile.is_zipfile(own):
-                    own.unlink()
+            for path in folder.glob(RANDOM):  # not used, and possibly partial: no rank waits for its write
+                if not zipfile.is_zipfile(path):
+                    path.unlink()
     return random
 
 
