@@ -21,7 +21,7 @@ import torch.distributed as dist
 import transformers.trainer
 from huggingface_hub import HfApi
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, TrainerCallback, TrainingArguments
 
 from pipeshard.checkpoint.random_state import random_state
 from pipeshard.checkpoint.state_folder import lock
@@ -345,6 +345,31 @@ def test_adapters_that_no_checkpoint_would_hold_are_refused_before_training(pool
     for said in pool.run(adapted_by_transformers, 2, tmp_path):
         assert len(said) == 2 and all("booster.enable_lora(model, lora_config=...)" in one for one in said)
     assert list(tmp_path.iterdir()) == []
+
+
+def saved_before_it_is_split(folder: Path) -> None:
+    """Save a vision model without data; then a language model before its training and, to the same folder, after."""
+    with launched():
+        nothing = {"train_dataset": None, "eval_dataset": None}
+        trainer("causal", folder / "vit", {"pp_size": 2}, {"model": zoo.build("vit"), **nothing}).save_model()
+        made = trainer("causal", folder / "llama", {"pp_size": 2}, max_steps=2)
+        made.save_model()
+        made.train()
+        made.save_model()
+        made.save_model(str(folder / "trained"))
+
+
+def test_a_model_is_saved_before_it_is_split(pool: Pool, tmp_path: Path) -> None:
+    """save_model of a Trainer without data traced a vision model with token ids, and raised a TraceError. The file of
+    the whole model must not outlast the files of the stages, since `from_pretrained` would read it instead."""
+    pool.run(saved_before_it_is_split, 2, tmp_path)
+    vision = AutoModelForImageClassification.from_pretrained(tmp_path / "vit").state_dict()
+    expected = zoo.build("vit").state_dict()
+    assert list(vision) == list(expected) and all(torch.equal(vision[name], expected[name]) for name in expected)
+    found, trained = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("llama", "trained")
+    )
+    assert all(torch.equal(found[name], trained[name]) for name in trained)
 
 
 def saved_twice(folder: Path) -> None:

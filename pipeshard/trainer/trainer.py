@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerControl
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.load import refuse_ignored_adapters
 from pipeshard.checkpoint.optimizer import check_savable
@@ -365,8 +366,14 @@ class Loop(Evaluation):
         return super().train(chosen, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. Call it on every rank: each rank writes its part."""
+        """Save the model. Call it on every rank: each rank writes its part. Until the model is split, the first rank
+        saves all of it, as Trainer does."""
         folder = one_folder(Path(output_dir or self.args.output_dir), self.pipeline.grid)
+        if self._stages is None and not is_blank(self.model):
+            with together(self.pipeline.grid.world):
+                if self.pipeline.grid.first:
+                    super().save_model(str(folder), _internal_call)
+            return
         self._before = save_weights(self._own_stages().boosted, folder)
         if self.pipeline.grid.first:
             holder = self.processing_class or getattr(self.data_collator, "tokenizer", None)

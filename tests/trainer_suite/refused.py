@@ -24,6 +24,17 @@ CHANGED = Reason(
     "the test shards a checkpoint's weights again, so the files no longer match the checkpoint's manifest",
     "resume from the checkpoint as it was saved, or load the changed weights with from_pretrained and train from there",
 )
+SEARCH = Reason(1, "hyperparameter_search trains several models in one process", "start one run per trial")
+OBJECTS = Reason(
+    1,
+    "the optimizer's states contain objects, which Trainer saves but refuses to load",
+    "set save_only_model=True, or use optim='adamw_8bit'",
+)
+LAYERWISE = Reason(
+    1,
+    "the optimizer updates parameters during the backward, before all microbatches have added their gradients",
+    "use the optim without _layerwise",
+)
 DISPATCH = Reason(
     2,
     "with `dispatch_batches=True`, one rank reads the batches for all, but every stage must read the same batches",
@@ -64,6 +75,12 @@ FILES = Reason(
 
 REFUSED = {
     "test_resume_batch_order": BUFFER,
+    "test_hyperparameter_search": SEARCH,
+    "test_apollo_0_apollo_adamw": OBJECTS,
+    "test_apollo_extra_args": OBJECTS,
+    "test_galore_0_galore_adamw": OBJECTS,
+    "test_apollo_1_apollo_adamw_layerwise": LAYERWISE,
+    "test_apollo_layerwise_with_scheduler": LAYERWISE,
     "test_resume_training_with_checkpoint": CHANGED,
     "test_resume_training_with_shard_checkpoint": CHANGED,
     "test_accelerate_config_from_dataclass_grad_accum": DISPATCH,
