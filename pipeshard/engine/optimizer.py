@@ -178,8 +178,17 @@ class PipelineOptimizer(Optimizer):
         return {**self.optim.state_dict(), OF_RANK: self._names_of_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. Raises UsageError if it is from a rank that updates other parameters."""
+        """Load the result of `state_dict`. Raises UsageError if it is from a rank that updates other parameters, or if
+        it does not contain names and this rank updates only some of the optimizer's parameters."""
         own = self._names_of_groups()
+        updated, given = (sum(map(len, groups)) for groups in (own, self.given))
+        if OF_RANK not in state_dict and updated < given:
+            raise UsageError(
+                f"this state dict does not contain parameter names, and this rank updates {updated} of the optimizer's "
+                f"{given} parameters. If it is from an optimizer that is not boosted, load it before booster.boost, "
+                "which keeps this rank's states. Otherwise, call booster.save_optimizer(optimizer, folder, shard=True) "
+                "and booster.load_optimizer(optimizer, folder) on every rank"
+            )
         if state_dict.get(OF_RANK, own) != own:
             raise UsageError(
                 "this state dict is from a rank that updates other parameters: optimizer.state_dict() contains the "

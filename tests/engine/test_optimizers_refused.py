@@ -234,6 +234,45 @@ def test_optimizers_of_another_model(pool: Pool) -> None:
         assert "was boosted with another model" in second
 
 
+def loaded(is_early: bool) -> tuple[float, str]:
+    """The difference of the parameters after a step with the state of an optimizer that was not boosted, loaded before
+    boost or, if not `is_early`, after it; and what is said of the inner optimizer's state, which has no names."""
+    torch.manual_seed(0)
+    alone = Net()
+    optimizer = AdamW(alone.parameters(), lr=0.1)
+    alone(**data())["loss"].backward()
+    optimizer.step()
+    model, late = copy.deepcopy(alone), copy.deepcopy(optimizer.state_dict())
+    booster, split, own = boosted(lambda m: resumed(m, late if is_early else None), model)
+    if not is_early:
+        own.load_state_dict(late)
+    alone.zero_grad()
+    alone(**data())["loss"].backward()
+    optimizer.step()
+    booster.execute_pipeline(iter([data()]), split, None, own)
+    own.step()
+    with pytest.raises(UsageError) as caught:
+        own.load_state_dict(own.unwrap().state_dict())
+    return gap_to(alone, split.unwrap(), own), str(caught.value)
+
+
+def resumed(model: nn.Module, state: dict[str, Any] | None) -> AdamW:
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    return optimizer
+
+
+@pytest.mark.turns
+def test_a_state_without_names_is_loaded_before_boost(pool: Pool) -> None:
+    """The state of another stage, saved from `optimizer.unwrap()`, was loaded by position: the moments of other
+    parameters, silently. That of an optimizer that was not boosted ended in torch's error about sizes of groups."""
+    for error, told in pool.run(loaded, 2, True):
+        assert error < 1e-5
+        assert "this state dict does not contain parameter names" in told and "before booster.boost" in told
+    pool.run_expecting(UsageError, loaded, 2, False)
+
+
 def boosted_alone(model: nn.Module, optimizer: Any, **options: Any) -> Any:
     options = {"pp_size": 1, "num_microbatches": 2, "dry_run_input": data(), "verify": False, **options}
     return pipeshard.initialize(model, optimizer, **options)
