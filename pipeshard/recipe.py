@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
+from glob import escape
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,7 @@ COLUMNS = {
 # Functions of trl.rewards that make a reward function, with the arguments of TRL's own script.
 MAKERS = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+LEAST = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "max_restarts": 0}
 UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # not downloaded: weights in other formats
 
 
@@ -166,13 +168,15 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
         """TRL's parser. The settings remain a Namespace, since TrainingArguments would initialize a device."""
 
         def set_defaults_with_config(self, **config: Any) -> Any:
-            """Set the defaults from the file, and return unknown settings. Texts, numbers and values of settings that
-            have choices are first parsed like options, since argparse does not check the choices of defaults."""
+            """Set the defaults from the file, and return unknown settings. Texts, numbers, and values of settings that
+            have choices or are numbers of PipelineArguments are first parsed like options, since argparse does not
+            check defaults."""
             closed = {action.dest: action.default for action in self._actions if action.choices and not action.nargs}
+            numbers = {name for name, hint in get_type_hints(PipelineArguments).items() if hint is int}
             options = {
                 name: f"--{name}={'no' if value is False else value}"  # YAML reads no as False
                 for name, value in config.items()
-                if type(value) in (str, int, float) or value != closed.get(name, value)
+                if type(value) in (str, int, float) or value != closed.get(name, value) or name in numbers
             }
             parsed, _ = self.parse_known_args([*options.values()])
             config |= {name: getattr(parsed, name) for name in options if hasattr(parsed, name)}
@@ -226,6 +230,9 @@ def checked_config(settings: Namespace) -> None:
     from pipeshard.config import PipelineConfig
     from pipeshard.trainer.refusals import cut_arguments
 
+    for name, least in LEAST.items():
+        if not isinstance(number := getattr(settings, name), int) or number < least:
+            raise ConfigurationError(f"{name} must be an integer of at least {least}, got {number}")
     with in_settings():
         cut_arguments(PipelineConfig(**plugin_arguments(settings)), settings.gradient_accumulation_steps)
     ranks = settings.pp * settings.dp * settings.tp
@@ -361,39 +368,61 @@ def loaded(settings: Namespace) -> Any:
         )
     with explained(partial(unreadable_data, path) if path.exists() else partial(not_at_hand, "dataset_name", name)):
         if path.suffix in DATA_FORMATS:
-            return load_dataset(DATA_FORMATS[path.suffix], data_files=name, streaming=streaming)
+            return load_dataset(DATA_FORMATS[path.suffix], data_files=escape(name), streaming=streaming)
         if any((path / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
             return load_from_disk(name)
         return load_dataset(name, settings.dataset_config, streaming=streaming)
 
 
-def unreadable_data(path: Path, error: BaseException) -> ConfigurationError:
+def unreadable_data(path: Path | str, error: BaseException) -> ConfigurationError:
     cause = error.__cause__ or error  # `datasets` wraps the reader's error
     return ConfigurationError(f"dataset_name={path} cannot be read: {summary(cause)}: correct or replace it")
 
 
 def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
-    """Raise ConfigurationError for data without the columns that TRL requires, or with messages that are not chats."""
+    """Raise ConfigurationError for data without the columns that TRL requires, or with a row that has neither a text
+    nor a chat in them."""
     if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return
+    has, name = data.column_names, settings.dataset_name
+    with explained(partial(unreadable_data, name)):
+        data.data.validate(full=True)  # the JSON reader does not check the encoding
     if kind == "sft" and trl().is_conversational_from_value(first_row(data)):
         return  # TRL converts the turns
-    has, name = data.column_names, settings.dataset_name
     text = getattr(settings, "dataset_text_field", "text")
     ways = [[text if column == "text" else column for column in way] for way in COLUMNS[kind]]
-    if not any(set(way) <= set(has) for way in ways):
+    way = next((way for way in ways if set(way) <= set(has)), None)
+    if way is None:
         *first, last = [" and ".join(way) for way in ways]
         needs = ", or ".join(([", ".join(first)] if first else []) + [last])
         columns = f"column{'s' * (len(has) != 1)} {', '.join(has)}"
         raise ConfigurationError(f"{name} has the {columns}, but {kind} needs {needs}: rename or add columns")
-    for number, turns in enumerate(data[:100]["messages"] if kind == "sft" and "messages" in has else (), 1):
-        if not (
-            isinstance(turns, list) and turns and all(isinstance(turn, dict) and turn.get("role") for turn in turns)
-        ):
-            raise ConfigurationError(
-                f"messages in row {number} of {name} must be a list of turns, each with role and content, got "
-                f"{str(turns)[:60]}"
-            )
+    for column in way:
+        for number, value in suspects(data, column):
+            if column == "messages" and not is_chat(value):
+                needs = "a list of turns, each with role and content"
+            elif value is None or isinstance(value, int | float) or (value == [] and not column.endswith("ids")):
+                needs = "a text or a list of turns"
+            else:
+                continue
+            raise ConfigurationError(f"{column} in row {number} of {name} must be {needs}, got {str(value)[:60]}")
+
+
+def suspects(data: Any, column: str) -> list[tuple[int, Any]]:
+    """The numbers and the values of rows to check: the first hundred, and the first one that is null or empty."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = data.data.column(column)
+    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    empty = pc.equal(pc.fill_null(pc.list_value_length(values), 0), 0) if is_list else values.is_null()
+    numbers = [*range(min(len(values), 100)), pc.index(empty, True).as_py()]
+    rows = type(data)(data.data, data.info, fingerprint="")  # in the order of the file, and not of a split
+    return [(number + 1, rows[number][column]) for number in numbers if number >= 0]
+
+
+def is_chat(turns: Any) -> bool:
+    return isinstance(turns, list) and bool(turns) and all(isinstance(t, dict) and t.get("role") for t in turns)
 
 
 def first_row(data: Any) -> dict[str, Any]:

@@ -409,6 +409,8 @@ def said(*arguments: str) -> Result:
         (["--microbatches", "3"], "microbatches=3 is not a multiple of gradient_accumulation_steps=2"),
         (["--pp", "0"], "error: pp, the number of ranks in a pipeline, must be a positive integer, got 0"),
         (["--nnodes", "4"], "nnodes=4 must be a positive divisor of the number of ranks, pp * dp * tp = 2"),
+        (["--gradient_accumulation_steps", "0"], "gradient_accumulation_steps must be an integer of at least 1, got 0"),
+        (["--max_restarts", "-1"], "max_restarts must be an integer of at least 0, got -1"),
         (["--num_slices", "2"], "num_slices=2 is not supported with gradient_checkpointing"),
         (
             ["--model_name_or_path", "some/model"],
@@ -450,14 +452,17 @@ def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments
         ("num_slices: true", "error: num_slices must be 'auto' or a positive integer, got 'True'"),
         ("num_slices: [1]", "error: num_slices must be 'auto' or a positive integer, got '[1]'"),
         ("pp: 2.5", "error: argument --pp: invalid int value: '2.5'. pipeshard sft --help lists the settings"),
+        ("pp: null", "error: argument --pp: invalid int value: 'None'"),
+        ("nnodes: null", "error: argument --nnodes: invalid int value: 'None'"),
+        ("gradient_accumulation_steps: null", "gradient_accumulation_steps must be an integer of at least 1, got None"),
         ("- pp", "must contain a YAML mapping"),
         ("pp: [", "the --config file cannot be read: ParserError"),
         (None, "the --config file cannot be read: FileNotFoundError"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
-    """`num_slices: null` ended in a traceback, `schedule: null` ran 1f1b, and `precision: no` was to be fp32, which is
-    refused."""
+    """`num_slices: null` and `pp: null` ended in a traceback, `schedule: null` ran 1f1b, and `precision: no` was to be
+    fp32, which is refused."""
     if text is not None:
         (tmp_path / "recipe.yaml").write_text(text)
     ended = said("sft", f"--config={tmp_path}/recipe.yaml")
@@ -547,6 +552,10 @@ CHAT_TURNS = '{"role": "user", "content": "a"}'
         ("sft", f'{{"conversations": [{CHAT_TURNS}]}}', "has the column conversations, but sft needs messages"),
         ("sft", f'{{"messages": [{CHAT_TURNS}]}}\n{{"messages": "b"}}', "messages in row 2 of "),
         ("sft", '{"messages": [{"from": "user", "value": "a"}]}', "each with role and content, got [{'from'"),
+        ("sft", f'{{"messages": [{CHAT_TURNS}]}}\n' * 150 + '{"messages": []}', "messages in row 151 of "),
+        ("sft", '{"story": "a"}\n{"story": null}', "story in row 2 of "),
+        ("sft", '{"story": "a"}\n{"story": 3}', "story in row 2 of "),
+        ("sft", '{"story": "caf\udce9"}', "chats.jsonl cannot be read: ArrowInvalid: "),
         ("sft", '{"text": "a"}\n\n{"text": oops}\n', "chats.jsonl cannot be read: "),
         ("sft", "", "chats.jsonl is empty"),
         ("dpo", '{"prompt": "a", "chosen": "b"}', "columns prompt, chosen, but dpo needs chosen and rejected"),
@@ -560,10 +569,11 @@ CHAT_TURNS = '{"role": "user", "content": "a"}'
     ],
 )
 def test_data_that_trl_cannot_train_on_is_refused(tmp_path: Path, kind: str, text: str, message: str | None) -> None:
-    """Every rank raised a KeyError of TRL's, or of the reader, in a traceback that did not name the file."""
-    (tmp_path / "chats.jsonl").write_text(text)
+    """Every rank raised an error of TRL's, or of the reader, in a traceback that did not name the file. A name with
+    brackets was read as a pattern, and not found."""
+    (tmp_path / "[1]chats.jsonl").write_text(text, errors="surrogateescape")
     field = ["--dataset_text_field=story"] if kind == "sft" else []
-    settings = recipe.read(kind, [f"--dataset_name={tmp_path}/chats.jsonl", *field])
+    settings = recipe.read(kind, [f"--dataset_name={tmp_path}/[1]chats.jsonl", *field])
     with pytest.raises(ConfigurationError, match=re.escape(message)) if message else contextlib.nullcontext():
         recipe.refuse_columns(kind, settings, recipe.rows(settings)[0])
 
