@@ -54,6 +54,7 @@ HARMLESS |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones
 CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
 WRITING_METHODS = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all names that end in "_"
+GUARDED = "_apply", "load_state_dict", "state_dict", "save_pretrained", "push_to_hub", "resize_token_embeddings"
 _inside = 0
 _deferred: list[UsageError] | None = None  # the errors of reads and writes inside `as_if_held`
 
@@ -179,7 +180,9 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
         "with booster.save_lora_as_pretrained(model, folder). Load a saved model with booster.load_model(model, "
         "folder). Get the full model with pipeshard.to_sequential(model). Call these on every rank"
     )
-    if what in (*CONVERTING, "_apply", "share_memory_"):
+    if what == "resize_token_embeddings":
+        advice = "Resize the embeddings before booster.boost"
+    elif what in (*CONVERTING, "_apply", "share_memory_"):
         advice = "Move or convert a model before booster.boost, or pass precision=... to PipelinePlugin"
     return UsageError(f"{what}: {ghost.label}. {advice}")
 
@@ -197,12 +200,16 @@ class Guarded:
                 raise unheld(parameter, self.name)
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
-    def _needs(self, name: str, ghost: Ghost, argument: Any = None, *_: Any, state_dict: Any = None, **__: Any) -> bool:
+    def _needs(
+        self, name: str, ghost: Ghost, argument: Any = None, *_: Any, state_dict: Any = None, **options: Any
+    ) -> bool:
         """Whether a call with these arguments reads or changes the ghost's values."""
         if self.name == "_apply":
             return argument(ghost) is not ghost
         if self.name == "load_state_dict":
             return name in (argument if state_dict is None else state_dict)
+        if self.name == "state_dict":
+            return not options.get("keep_vars") and not looks_held()
         return state_dict is None  # otherwise the caller's own state_dict is saved
 
 
@@ -218,10 +225,11 @@ class Refused(Guarded):
 
 
 def guard(model: nn.Module) -> None:
-    """In every module with ghosts, guard the methods that would otherwise fail after they have changed something."""
+    """In every module with ghosts, guard the methods that would otherwise fail after they have changed something, or
+    with advice for a training loop."""
     for module in model.modules():
         if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
-            for name in ("_apply", "load_state_dict", "save_pretrained", "push_to_hub"):
+            for name in GUARDED:
                 if hasattr(type(module), name):
                     module.__dict__[name] = Guarded(module, name)
 

@@ -57,6 +57,7 @@ def misused(folder: str) -> list[str]:
         refused(model.half),
         refused(boosted.to, torch.float64),
         refused(model.share_memory),
+        refused(model.resize_token_embeddings, 70),
         refused(nn.utils.parameters_to_vector, model.parameters()),
     ]
     (path / "c").unlink(missing_ok=True)
@@ -65,12 +66,15 @@ def misused(folder: str) -> list[str]:
 
 
 def test_what_a_rank_does_not_hold_is_refused_before_anything_is_done(pool: Pool, tmp_path: Path) -> None:
-    """`unwrap().save_pretrained` wrote zeros for the other stages, and `from_pretrained` took them without a word."""
+    """`unwrap().save_pretrained` wrote zeros for the other stages, and `from_pretrained` took them without a word. The
+    errors of `state_dict` and `resize_token_embeddings` advised on training loops, and one rank had been resized."""
     for rank, (*said, unchanged) in enumerate(pool.run(misused, 2, str(tmp_path))):
         assert all(f"{rank} of 2 in its pipeline; rank {1 - rank} of the pipeline has them" in text for text in said), (
             said
         )
         assert all("booster.save_model" in text or "before booster.boost" in text for text in said)
+        assert said[3].startswith("state_dict: ") and said[4].startswith("state_dict: ")
+        assert sum("In a training loop" in text for text in said) == 1
         assert unchanged == "unchanged"
     assert not list(tmp_path.iterdir())
 
