@@ -331,10 +331,17 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
                 f"test_split_size={settings.test_split_size} requires data of a known length, but dataset_streaming is "
                 "set: remove one of the two. Without test_split_size, dataset_test_split names the split for evaluation"
             )
-        train, test = train.train_test_split(settings.test_split_size, seed=settings.seed).values()
+        with explained(partial(unsplit, settings, len(train))):
+            train, test = train.train_test_split(settings.test_split_size, seed=settings.seed).values()
     elif settings.eval_strategy != "no":
         test = split_of(splits, "dataset_test_split", settings)
     return train, test if settings.eval_strategy != "no" else None
+
+
+def unsplit(settings: Namespace, samples: int, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"test_split_size={settings.test_split_size} cannot hold out a part of {samples} samples: {error}"
+    )
 
 
 def split_of(splits: Mapping[str, Any], which: str, settings: Namespace) -> Any:

@@ -857,6 +857,9 @@ def test_data_is_a_file_a_folder_or_a_split(tmp_path: Path) -> None:
         ConfigurationError, match="dataset_test_split=test is not a split of the data: set dataset_test_split to train"
     ):
         recipe.rows(settings)
+    settings.test_split_size = 37
+    with pytest.raises(ConfigurationError, match="test_split_size=37 cannot hold out a part of 36 samples"):
+        recipe.rows(settings)
     settings.test_split_size = 0.25
     train, test = recipe.rows(settings)
     assert (len(train), len(test)) == (27, 9)
