@@ -47,7 +47,7 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     Quantized weights are omitted, since the checkpoint from which they were loaded contains them.
 
     Call it on all ranks, since sharded tensors are gathered. Raises CheckpointError for an entry of the model's
-    state_dict that is not a tensor.
+    state_dict that is not a tensor, or that a file cannot contain.
     """
     module, policy = model.unwrap(), model.pipeline.policy
     state, saved = module.state_dict(keep_vars=True), saved_names(module)
@@ -56,6 +56,12 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
             f"the state_dict of {type(module).__name__} contains {strange[0]} of type "
             f"{type(state[strange[0]]).__name__}, but a checkpoint contains only tensors: return a tensor from "
             "get_extra_state, or use a buffer"
+        )
+    if strange := [name for name, t in state.items() if t.layout != torch.strided or t.dtype == torch.complex128]:
+        raise CheckpointError(
+            f"{strange[0]} of this {type(module).__name__} has the layout {state[strange[0]].layout} and the dtype "
+            f"{state[strange[0]].dtype}, which safetensors files do not support: register the buffer with "
+            "persistent=False, or with a dense tensor of another dtype"
         )
     held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
     own = {first: saved[first] for first in sorted(held)}

@@ -218,6 +218,27 @@ def test_extra_states(pool: Pool, tmp_path: Path) -> None:
         assert "state_dict of Limits contains layers.0._extra_state of type dict, but" in message
 
 
+class Sparse(nn.Linear):
+    """A layer with a buffer that a safetensors file cannot contain."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("graph", torch.eye(2).to_sparse())
+
+
+def save_sparse(folder: str) -> None:
+    data = {"ids": torch.arange(24).view(4, 6) % 11, "labels": torch.arange(24).view(4, 6) % 11}
+    split = Split(type("Graphs", (Net,), {"block": Sparse})(), 2, data, num_microbatches=2)
+    split.booster.save_model(split.model, folder, shard=True)
+
+
+@pytest.mark.turns
+def test_a_sparse_buffer_is_named(pool: Pool, tmp_path: Path) -> None:
+    """The save ended in an error of torch about a data pointer, or one of the disk's free space for complex128."""
+    for told in pool.run_expecting(CheckpointError, save_sparse, 2, str(tmp_path / "saved")):
+        assert "layers.0.graph of this Graphs has the layout torch.sparse_coo" in told, told
+
+
 MASK = torch.ones(8, 8).tril()
 
 
