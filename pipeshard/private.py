@@ -23,6 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as of_dispatch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import (

@@ -19,15 +19,18 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from pipeshard.distributed.collectives import laid_out
+from pipeshard.engine.coupling import Watching
 from pipeshard.engine.grad_sync import grad_dtype, has_hooks
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.units import Interception
-from pipeshard.private import functorch_is_active, will_execute
+from pipeshard.private import DeviceContext, functorch_is_active, modes_entered, will_execute
 from pipeshard.replaced import replaced
 from pipeshard.split.packed import Packed
 
@@ -209,8 +212,23 @@ class _Deferred:
             return False
         if torch.is_autocast_enabled(x.device.type):  # autograd must differentiate autocast's casts
             return False
+        if _functions_are_replaced() or unpack_dual(x).tangent is not None:
+            return False
         # torch sums in a different order if the input of a linear layer is not contiguous
         return x.numel() > 0 and _is_ordinary(x) and (self.kind is _Embedding or x.is_contiguous())
+
+
+def _functions_are_replaced() -> bool:
+    """Whether the user has replaced functions that these layers call, such as F.linear by one that quantizes weights,
+    or intercepts functions in a mode. Their gradients may then differ from those of torch's own functions."""
+    if not all(_is_defined_in(F, function) for function in (F.linear, F.embedding, torch.addmm)):
+        return True
+    modes = [mode for mode in modes_entered() if isinstance(mode, TorchFunctionMode)]
+    return not all(isinstance(mode, Watching | DeviceContext) for mode in modes)
+
+
+def _is_defined_in(module: Any, function: Any) -> bool:
+    return inspect.isbuiltin(function) or getattr(function, "__globals__", None) is vars(module)
 
 
 def _is_deferrable(parameter: Tensor) -> bool:
@@ -309,7 +327,11 @@ class _Embedding(torch.autograd.Function):
         return None, _weight_grad(ctx, Lookup(grad, x, ctx.weight.shape[0], ctx.padding)), None, None, None
 
 
-_KINDS: dict[Any, Any] = {nn.Linear.forward: _Linear, Conv1D.forward: _Linear, nn.Embedding.forward: _Embedding}
+_KINDS: dict[Any, Any] = {
+    layer.forward: kind
+    for layer, kind in ((nn.Linear, _Linear), (Conv1D, _Linear), (nn.Embedding, _Embedding))
+    if _is_defined_in(sys.modules[layer.__module__], layer.forward)  # otherwise the user has already replaced forward
+}
 
 
 def deferring_function(module: nn.Module) -> Any:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -173,6 +179,69 @@ def test_under_autocast_and_without_gradients_layers_are_plain() -> None:
         assert torch.equal(model(ids(1)), copy.deepcopy(plain)(ids(1)))
 
 
+def _straight_through(weight: Tensor) -> Tensor:
+    return weight * (1 + weight.detach())
+
+
+class Quantizes(TorchFunctionMode):
+    """Changes the weight of every linear layer and embedding."""
+
+    place: ClassVar[dict[Any, int]] = {F.linear: 1, F.embedding: 1, torch.addmm: 2}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.place:
+            k = self.place[func]
+            args = *args[:k], _straight_through(args[k]), *args[k + 1 :]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _replacing(owner: Any, name: str) -> Iterator[None]:
+    plain = getattr(owner, name)
+    k = Quantizes.place[plain]
+
+    @functools.wraps(plain)
+    def quantized(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args[:k], _straight_through(args[k]), *args[k + 1 :], **kwargs)
+
+    with mock.patch.object(owner, name, quantized):
+        yield
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    "quantizing",
+    [
+        Quantizes,
+        lambda: _replacing(F, "linear"),
+        lambda: _replacing(F, "embedding"),
+        lambda: _replacing(torch, "addmm"),
+    ],
+    ids=["mode", "linear", "embedding", "addmm"],
+)
+def test_functions_of_the_users_own_are_differentiated(quantizing: Any) -> None:
+    """A user replaced F.linear by one that quantizes weights. Where dW waited for W, the gradients were those of
+    torch's own function: silently wrong on several stages, without the proof."""
+    model, plain = layers(), layers()
+    deferral = Deferral([model])
+    with deferral.installed(), quantizing():
+        loss, pending = model(ids(0)), deferral.begin()
+        loss.backward()
+        deferral.finish(pending)
+    with quantizing():
+        plain(ids(0)).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_under_a_default_device_layers_are_deferred() -> None:
+    """A default device is a mode that changes no gradient: W would have nothing to do."""
+    deferral = Deferral([model := layers()])
+    with deferral.installed(), torch.device("cpu"):
+        loss, pending = model(ids(0)), deferral.begin()
+        loss.backward()
+    assert len(pending) == 4
+
+
 @pytest.mark.turns
 def test_layers_of_what_the_user_has_compiled_are_plain() -> None:
     model, plain = layers(), layers()
@@ -282,6 +351,16 @@ def test_layers_under_a_transform_are_plain() -> None:
     leaf = x.clone().requires_grad_()
     loss(model, leaf).backward()
     assert torch.allclose(found, leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_have_forward_derivatives() -> None:
+    """A unit whose forward used torch.autograd.forward_ad was refused on several stages, with an error of torch about a
+    custom autograd.Function."""
+    layer = nn.Linear(4, 3)
+    x, tangent = torch.randn(2, 4), torch.randn(2, 4)
+    with Deferral([layer]).installed(), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
+    assert torch.allclose(found, tangent @ layer.weight.t())
 
 
 def test_a_weight_that_was_written_to_since_is_refused() -> None:
