@@ -37,22 +37,43 @@ def traced(
     of_trace = partial(trace, model, criterion=criterion, cuts=cuts, device=device)
     with Lone.of(config.pp_size):
         try:
-            return _traced(config, sample, of_trace)
+            return _traced(config, model, sample, of_trace)
         except TraceError:
             with beside_glue(criterion, model, device, device_of_glue(model, sample)) as moved:
                 if not moved:
                     raise
-                return _traced(config, sample, of_trace)
+                return _traced(config, model, sample, of_trace)
 
 
-def _traced(config: PipelineConfig, sample: Batch, of_trace: Callable[[Batch], Dataflow]) -> tuple[Batch, Dataflow]:
+def _traced(
+    config: PipelineConfig, model: nn.Module, sample: Batch, of_trace: Callable[..., Dataflow]
+) -> tuple[Batch, Dataflow]:
     try:
-        return sample, of_trace(sample)
+        return sample, _of_all_samples(model, sample, of_trace)
     except TraceError as error:  # the model may accept only as many samples as a microbatch has
         sample = sample.split(*config.cut)[0]
         with suppress(TraceError):
-            return sample, of_trace(sample)
+            return sample, _of_all_samples(model, sample, of_trace)
         raise error from None
+
+
+def _of_all_samples(model: nn.Module, sample: Batch, of_trace: Callable[..., Dataflow]) -> Dataflow:
+    """The Dataflow of a sample batch. It contains only its first, shortened samples, or all if others run more modules:
+    adapters chosen by the language of each sample, or layers for long samples."""
+    flow = of_trace(sample)
+    unread = _unread(model, flow)
+    if unread and (flow.watched or flow.deltas(sample) is None):
+        with suppress(TraceError):
+            whole = of_trace(sample, exact=True)
+            return whole if len(_unread(model, whole)) < len(unread) else flow
+    return flow
+
+
+def _unread(model: nn.Module, flow: Dataflow) -> set[str]:
+    """The names of the parameters that neither units nor glue read."""
+    of_units = tuple({f"{call.unit}." for call in flow.calls})
+    of_glue = frozenset[str]().union(*(use.parameters for use in flow.uses()))
+    return {name for name, _ in model.named_parameters() if name not in of_glue and not name.startswith(of_units)}
 
 
 @contextmanager

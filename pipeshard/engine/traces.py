@@ -314,8 +314,7 @@ class Traces:
     def _find(self, batch: Batch, criterion: Criterion | None) -> Way:
         mode = self._mode(criterion, batch)
         for flow in self._flows.get(mode, ()):
-            deltas = flow.axes.deltas(batch)
-            if deltas is not None and _answers(flow, deltas, batch):
+            if (deltas := flow.deltas(batch)) is not None:
                 return flow, deltas
         way = self._trace(batch, criterion)
         if sum(map(len, self._flows.values())) >= MOST_FLOWS:
@@ -340,8 +339,8 @@ class Traces:
         self, batch: Batch, criterion: Criterion | None, grad: bool = True, draw: Callable[[int], object] = no_draw
     ) -> Way:
         flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths), grad, draw)
-        deltas = flow.axes.deltas(batch)
-        if deltas is None or not _answers(flow, deltas, batch):  # the trace is valid only for its own sizes or values
+        deltas = flow.deltas(batch)
+        if deltas is None:  # the trace is valid only for its own sizes or values
             flow = self._traced(batch, criterion, True, grad, draw)
             deltas = flow.axes.deltas(batch)
         assert deltas is not None
@@ -413,9 +412,3 @@ def _reads_more(now: Dataflow, then: Dataflow) -> bool:
     if [call.unit for call in now.calls] != [call.unit for call in then.calls]:
         return True
     return any(a.values != b.values or not a.parameters <= b.parameters for a, b in zip(reads, before, strict=True))
-
-
-def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:
-    """Whether this batch gives the same answers to glue's questions as the traced batch. The sizes of the batch differ
-    from the traced sizes by `deltas`."""
-    return all(question.holds(batch.tensors, deltas) for question in flow.questions)

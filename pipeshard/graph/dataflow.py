@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
+from pipeshard.batch.batch import Batch
 from pipeshard.batch.tree import field_of
 from pipeshard.graph.places import PlacePath
 from pipeshard.graph.question import Question
@@ -201,6 +202,14 @@ class Dataflow:
     def without_count(self) -> Self:
         """This Dataflow without the question of the criterion's count."""
         return replace(self, questions=tuple(question for question in self.questions if not question.is_count))
+
+    def deltas(self, batch: Batch) -> tuple[int, ...] | None:
+        """The differences of the batch's sizes from the traced sizes, or None if this Dataflow is not valid for the
+        batch: a pinned size differs, or an answer to a question of glue."""
+        deltas = self.axes.deltas(batch)
+        if deltas is None or not all(question.holds(batch.tensors, deltas) for question in self.questions):
+            return None
+        return deltas
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:

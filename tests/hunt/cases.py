@@ -467,6 +467,13 @@ CASES = {
         options={"verify": False, "partition": [3, 3]},
         refused="layers.1 .* but the trace recorded .* return a tensor of a fixed size",
     ),
+    "by language": Case(
+        values.ByLanguage,
+        "Strings of the batch choose adapters, and the first samples, which boost traces, lack those of a language: "
+        "the batch passed as dry_run_input was refused in its own step.",
+        [{**batch, "languages": ["en", "de", "en", "fr"]} for batch in ordinary()],
+        {"verify": False},
+    ),
     "none inside a layer": Case(
         values.NoneInside,
         "A backward of the model's own returns None inside a layer: deferred linear layers got zeros, which AdamW "

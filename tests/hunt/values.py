@@ -170,3 +170,21 @@ class ByCodes(Net):
 class ByMask(ByCodes):
     def extra(self, codes: Tensor, mask: Tensor) -> Tensor:
         return mask.unsqueeze(-1) * 1.0
+
+
+class ByLanguage(Net):
+    """Each sample has the adapters of its language."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.ModuleDict({k: nn.Linear(H, H) for k in ("de", "en", "fr")}) for _ in range(4))
+
+    def forward(self, ids: Tensor, labels: Tensor, languages: list[str]) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer, adapters in zip(self.layers, self.adapters, strict=True):
+            x, before = torch.zeros_like(x), layer(x)
+            for name in sorted(set(languages)):
+                rows = torch.tensor([k for k, language in enumerate(languages) if language == name])
+                x[rows] = before[rows] + adapters[name](before[rows])
+        logits = self.head(x)
+        return {"loss": self.loss(logits, labels), "logits": logits}
