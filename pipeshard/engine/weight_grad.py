@@ -30,12 +30,14 @@ from pipeshard.engine.coupling import Watching
 from pipeshard.engine.grad_sync import grad_dtype, has_hooks
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.units import Interception
-from pipeshard.private import DeviceContext, functorch_is_active, modes_entered, will_execute
+from pipeshard.private import DeviceContext, functorch_is_active, modes_entered, saved_tensors_hooks, will_execute
 from pipeshard.replaced import replaced
 from pipeshard.split.packed import Packed
 
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
 LEAST_TRAINED = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
+# The modules of hooks on saved tensors that do not change them: activation checkpoints, and offload="activations"
+HARMLESS = "torch.utils.checkpoint", "pipeshard.engine.offload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,7 @@ class _Deferred:
             return False
         if torch.is_autocast_enabled(x.device.type):  # autograd must differentiate autocast's casts
             return False
-        if _functions_are_replaced() or unpack_dual(x).tangent is not None:
+        if _functions_are_replaced() or _is_saved_by_user() or unpack_dual(x).tangent is not None:
             return False
         # torch sums in a different order if the input of a linear layer is not contiguous
         return x.numel() > 0 and _is_ordinary(x) and (self.kind is _Embedding or x.is_contiguous())
@@ -225,6 +227,13 @@ def _functions_are_replaced() -> bool:
         return True
     modes = [mode for mode in modes_entered() if isinstance(mode, TorchFunctionMode)]
     return not all(isinstance(mode, Watching | DeviceContext) for mode in modes)
+
+
+def _is_saved_by_user() -> bool:
+    """Whether hooks of the user receive the tensors that autograd saves. They would receive other tensors than those
+    that torch's own layers save, such as the parameter itself instead of a view."""
+    hooks = saved_tensors_hooks(False)
+    return hooks is not None and getattr(hooks[1], "__module__", None) not in HARMLESS
 
 
 def _is_defined_in(module: Any, function: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
@@ -262,6 +263,9 @@ class Tracer:
         pairs = [(result[k], leaves[n]) for k, n in kind.shares] + [(result[k], result[n]) for k, n in kind.twins]
         for one, other in pairs:
             taint.alias(one, other, frozenset({Hidden(index)}))
+        if any(unpack_dual(tensor).tangent is not None for tensor in tensors_among(leaves)):
+            taint.decide(frozenset({Value(index, 0)}), is_for_all=True)  # tangents are not sent to other stages
+            result = [make_dual(x, torch.zeros_like(x)) if _is_float(x) else x for x in result]
         answered = answer(self.units[unit], kind.parts, result, (args, kwargs))
         self.listen(index, True)
         return answered
@@ -303,6 +307,10 @@ class Tracer:
         tensor = placeholder(leaf, self.device)
         self.taint.mark(tensor, frozenset({value}), home=value)
         return tensor
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 class Reading(TorchFunctionMode):

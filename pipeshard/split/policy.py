@@ -216,11 +216,11 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
     if on_results := [decision.line for decision in decisions if not decision.parameters]:
         raise TraceError(
-            f"{type(model).__name__} branches in Python on a unit's result, which only the stage of this unit has: "
-            f"{'; '.join(on_results)}. Replace the branch with tensor operations (torch.where), or move the branch "
-            "into the forward of a separate module (together with any torch.autograd.grad call that the branch depends "
-            "on), or use one stage (pp_size=1). A forward hook may keep tensors (y.detach().mean()): read their values "
-            "after the step"
+            f"{type(model).__name__} branches in Python on a unit's result, which only the stage of this unit has, or "
+            f"differentiates it: {'; '.join(on_results)}. Replace the branch with tensor operations (torch.where), or "
+            "move the branch into the forward of a separate module (together with any torch.autograd.grad call or "
+            "dual_level that it depends on), or use one stage (pp_size=1). A forward hook may keep tensors "
+            "(y.detach().mean()): read their values after the step"
         )
     if decisions:
         parameters = dict.fromkeys(name for decision in decisions for name in decision.parameters)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -195,6 +196,15 @@ class Quantizes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _packed(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point() else tensor.to(torch.bfloat16)
+
+
+def _packing() -> Any:
+    """Keeps activations in half precision, but parameters as they are."""
+    return saved_tensors_hooks(_packed, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+
+
 @contextmanager
 def _replacing(owner: Any, name: str) -> Iterator[None]:
     plain = getattr(owner, name)
@@ -213,15 +223,16 @@ def _replacing(owner: Any, name: str) -> Iterator[None]:
     "quantizing",
     [
         Quantizes,
+        _packing,
         lambda: _replacing(F, "linear"),
         lambda: _replacing(F, "embedding"),
         lambda: _replacing(torch, "addmm"),
     ],
-    ids=["mode", "linear", "embedding", "addmm"],
+    ids=["mode", "saved", "linear", "embedding", "addmm"],
 )
 def test_functions_of_the_users_own_are_differentiated(quantizing: Any) -> None:
     """A user replaced F.linear by one that quantizes weights. Where dW waited for W, the gradients were those of
-    torch's own function: silently wrong on several stages, without the proof."""
+    torch's own function: silently wrong on several stages, without the proof. Hooks on saved tensors got others."""
     model, plain = layers(), layers()
     deferral = Deferral([model])
     with deferral.installed(), quantizing():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tests.hunt.cases import Case
 from tests.hunt.nets import H, Net
@@ -50,6 +51,17 @@ class Anchored(InTail):
         return {"loss": out["loss"] * sum(self.anchors).mean(), "logits": out["logits"]}
 
 
+class Dual(Net):
+    """Adds the square of a forward derivative through all layers."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        with forward_ad.dual_level():
+            hidden, tangent = forward_ad.unpack_dual(self.body(forward_ad.make_dual(x, torch.ones_like(x))))
+        logits = self.head(hidden)
+        return {"loss": self.loss(logits, labels) + 0.1 * tangent.square().mean(), "logits": logits}
+
+
 class Otherwise(Net):
     """Reads the embedding if the logits are not zero, as they are in a trace."""
 
@@ -87,6 +99,12 @@ class Between(Net):
 
 
 CASES = {
+    "forward derivatives": Case(
+        Dual,
+        "The results of units on other stages had no tangents: silently wrong without the proof.",
+        options={"verify": False},
+        refused="result, which only the stage of this unit has, or differentiates it: .*nets.py",
+    ),
     "the hardest by a criterion": Case(
         Logits,
         "A criterion selects tokens by their losses, on the last stage, which has all that it reads: it was refused "
