@@ -474,6 +474,13 @@ CASES = {
         [{**batch, "languages": ["en", "de", "en", "fr"]} for batch in ordinary()],
         {"verify": False},
     ),
+    "backwards": Case(
+        values.Backwards,
+        "An attribute decides the order of layers: the error blamed the batch, and named no layer.",
+        options={"verify": False, "partition": [3, 3]},
+        between=switched,
+        refused=r"calls layers\.1 \(on stage 0\) after layers\.2 \(on stage 1\).*call the same layers in the same",
+    ),
     "none inside a layer": Case(
         values.NoneInside,
         "A backward of the model's own returns None inside a layer: deferred linear layers got zeros, which AdamW "

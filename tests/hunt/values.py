@@ -188,3 +188,14 @@ class ByLanguage(Net):
                 x[rows] = before[rows] + adapters[name](before[rows])
         logits = self.head(x)
         return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+class Backwards(Net):
+    """Runs its layers in the reverse order while `use` is set, as some do in evaluation."""
+
+    use = False
+
+    def body(self, x: Tensor) -> Any:
+        for layer in reversed(self.layers) if self.use else self.layers:
+            x = layer(x)
+        return x
