@@ -96,12 +96,12 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
     for module, new in zip(model.modules(), copied.modules(), strict=True):
         for key, value in module.__dict__.items():
             if isinstance(value, Interception):
-                del new.__dict__[key]
+                new.__dict__.pop(key, None)  # a compiled module's copy is a new one, without this attribute
                 original = value.original.plain if isinstance(value.original, Sliced) else value.original
                 if getattr(original, "__func__", None) is not type(module).forward:  # set on the instance by the user
                     new.__dict__[key] = copy.deepcopy(original, memo)
             elif isinstance(value, Sliced | Guarded):
-                del new.__dict__[key]
+                new.__dict__.pop(key, None)
             elif isinstance(value, Recomputation):
                 new.__dict__[key] = copy.deepcopy(value.checkpoint, memo)
     for module in copied.modules():

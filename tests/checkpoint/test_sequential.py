@@ -28,6 +28,7 @@ from pipeshard.split.ties import names_of
 from tests import zoo
 from tests.batch.test_made_up import MadeUp
 from tests.covering import covering
+from tests.hunt import nets
 from tests.parity.build import batch as make_batch
 from tests.parity.build import build
 from tests.parity.entries import find
@@ -335,6 +336,34 @@ def made_up() -> None:
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_a_made_up_module(pool: Pool, p: int) -> None:
     pool.run(made_up, p)
+
+
+class Wrapped(nn.Module):
+    """Copied by its constructor, as what torch.compile returns for a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def __reduce__(self) -> Any:
+        return Wrapped, (self.inner,)
+
+
+def wrapped_layers() -> None:
+    model = nets.Net()
+    model.layers = nn.ModuleList(Wrapped(layer) for layer in model.layers)
+    split = trained(model, [nets.data()])
+    whole = sequential(split)
+    for name, parameter in split.model.unwrap().named_parameters():
+        assert is_released(parameter) or torch.equal(whole.get_parameter(name), parameter)
+
+
+def test_what_its_constructor_copies(pool: Pool) -> None:
+    """A model with a compiled layer could not be converted: KeyError('_apply') of an attribute that boost had set."""
+    pool.run(wrapped_layers, 2)
 
 
 def batch_norm() -> dict[str, Tensor]:
