@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers.trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -517,3 +518,65 @@ def test_a_stream_that_ends_within_a_window_is_named(pool: Pool, tmp_path: Path)
     """The error blamed a callback. Batches of a window that a callback had ended were also kept for the next train(),
     which raised the error again."""
     assert pool.run(left_a_window, 1, str(tmp_path)) == [1]
+
+
+class Asking(TrainerCallback):
+    """Asks for a save, an evaluation and a stop in different steps, each on one rank of two. Keeps what happens."""
+
+    def __init__(self, is_first: bool, is_last: bool) -> None:
+        self.is_first, self.is_last = is_first, is_last
+        self.seen: list[tuple[str, int]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_first:
+            control.should_save = state.global_step == 2
+        if self.is_last:
+            control.should_evaluate = state.global_step == 3
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = self.is_last and state.global_step == 4
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("save", state.global_step))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("evaluate", state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("end", state.global_step))
+
+
+def asked(folder: str, pp_size: int) -> list[tuple[str, int]]:
+    with launched():
+        callback = Asking(dist.get_rank() == 0, dist.get_rank() == pp_size - 1)
+        trainer("causal", folder, {"pp_size": pp_size}, {"callbacks": [callback]}).train()
+    return callback.seen
+
+
+class Saving(TrainerCallback):
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.made.save_model()
+
+
+def saved_on_one_rank(folder: str) -> str:
+    with launched():
+        made = trainer("causal", folder, {"pp_size": 2}, max_steps=1)
+        if dist.get_rank() == 0:
+            made.add_callback(Saving(made))
+        with pytest.raises(UsageError, match="the ranks make different calls") as caught:
+            made.train()
+    return str(caught.value)
+
+
+@pytest.mark.turns
+def test_a_callback_of_one_rank_acts_on_all(pool: Pool, tmp_path: Path) -> None:
+    """A time limit that passed on rank 0 one step earlier than on rank 1: rank 0 left the loop, and gloo ended its
+    process with SIGABRT, since the next messages of the ranks had different sizes. No error named the callback."""
+    expected = [("save", 2), ("evaluate", 3), ("end", 4)]
+    assert pool.run(asked, 1, str(tmp_path / "one"), 1) == [expected]
+    assert pool.run(asked, 2, str(tmp_path / "two"), 2) == [expected] * 2
+    for said in pool.run(saved_on_one_rank, 2, str(tmp_path / "one")):
+        assert "rank 1 (stage 1): trainer.train, after the callbacks of a step (call " in said

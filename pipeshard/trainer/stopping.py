@@ -1,17 +1,31 @@
-"""Stopping: enable_jit_checkpoint, with which all ranks save and stop after the same step."""
+"""Stopping: if a callback of one rank asks to stop, save, evaluate or log, all ranks do so after the same step."""
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
-from pipeshard.distributed.collectives import gather
+from pipeshard.distributed.collectives import meet
+from pipeshard.distributed.watching import calling, named
 
 try:
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 except ImportError:  # transformers 4
     JITCheckpointCallback = TrainerCallback
+
+# Attributes of a TrainerControl. StopTogether sets `is_signaled` if the rank has received a termination signal.
+FLAGS = "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log", "is_signaled"
+
+
+def agree(control: Any, group: dist.ProcessGroup) -> None:
+    """Set each flag of a TrainerControl on every rank of `group` if it is set on any rank. Ranks may differ: their
+    clocks do, and a callback may ask on the main process only."""
+    with calling("trainer.train, after the callbacks of a step"):
+        of_ranks = meet(group, named, [bool(getattr(control, name, False)) for name in FLAGS])
+    for name, flags in zip(FLAGS, zip(*of_ranks)):
+        setattr(control, name, any(flags))
+    if control.is_signaled:
+        control.should_evaluate = False  # the evaluation would run before the save, and may take too long
 
 
 class StopTogether(JITCheckpointCallback):
@@ -19,22 +33,21 @@ class StopTogether(JITCheckpointCallback):
     saves on each rank when the rank receives the signal. Ranks may then save at different steps, or between a step's
     backward and update, and a resumed run would repeat this step with different random numbers."""
 
-    def __init__(self, own: Any, group: dist.ProcessGroup) -> None:
+    def __init__(self, own: Any) -> None:
         super().__init__()
-        self.trainer, self.jit_manager, self.group = own.trainer, own.jit_manager, group
-        self.is_stopping = False
+        self.trainer, self.jit_manager = own.trainer, own.jit_manager
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.is_stopping = False
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.is_signaled = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if gather(torch.tensor(int(self.jit_manager.is_checkpoint_requested)), self.group).any():
-            self.jit_manager.is_checkpoint_requested, self.is_stopping = False, True
+        if self.jit_manager.is_checkpoint_requested:
+            self.jit_manager.is_checkpoint_requested = False
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # the evaluation would run before the save, and may take too long
+            control.is_signaled = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.is_stopping:
+        if getattr(control, "is_signaled", False):
             control.should_save = control.should_evaluate = False
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +56,7 @@ class StopTogether(JITCheckpointCallback):
     on_pre_optimizer_step = on_step_begin
 
 
-def stop_together(trainer: Trainer, group: dist.ProcessGroup) -> None:
-    """Replace a Trainer's callback for enable_jit_checkpoint with a StopTogether for all ranks of `group`."""
+def stop_together(trainer: Trainer) -> None:
+    """Replace a Trainer's callback for enable_jit_checkpoint with a StopTogether."""
     if own := trainer.pop_callback(JITCheckpointCallback):
-        trainer.add_callback(StopTogether(own, group))
+        trainer.add_callback(StopTogether(own))

@@ -67,7 +67,7 @@ from pipeshard.trainer.refusals import (
 )
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import PipelineAccelerator, StagesStandIn
-from pipeshard.trainer.stopping import stop_together
+from pipeshard.trainer.stopping import agree, stop_together
 from pipeshard.trainer.written import Written
 
 
@@ -88,7 +88,7 @@ class Loop(Evaluation):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if getattr(self.args, "enable_jit_checkpoint", False):
-            stop_together(self, self.pipeline.grid.world)
+            stop_together(self)
         handler = self.callback_handler
         for callback in handler.callbacks:
             refuse_callback(callback, type(self).__name__, self.pipeline.config)
@@ -412,6 +412,7 @@ class Front:
     _begins: bool
     _held: tuple[dict[str, Any], ...]
     _left: Written | None
+    control: TrainerControl
 
     def __init__(self, *args: Any, pipeline: PipelinePlugin, **kwargs: Any) -> None:
         if not isinstance(pipeline, PipelinePlugin):
@@ -422,7 +423,12 @@ class Front:
                 f"{type(self).__name__} boosts the model itself: pass the original model, not a boosted one"
             )
         self.pipeline = pipeline
-        for name, around in (("get_train_dataloader", self._noted), ("training_step", self._completed)):
+        wrappers: dict[str, Callable[..., Any]] = {
+            "get_train_dataloader": self._noted,
+            "training_step": self._completed,
+            "_maybe_log_save_evaluate": self._acted,
+        }
+        for name, around in wrappers.items():
             setattr(self, name, partial(around, getattr(self, name)))  # also for methods that a subclass overrides
         _ = pipeline.grid  # refuses GPUs that ranks share, before a Trainer's constructor uses NCCL
         refuse_blank_reference(kwargs.get("ref_model") or model, (*args, *kwargs.values()))
@@ -472,6 +478,15 @@ class Front:
         if not self._held:
             self._left = None  # the optimizer will change the parameters; frees the gradients
         return loss
+
+    def _acted(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save, at the end of a step or an epoch, if the callbacks of any rank ask for it."""
+        world = self.pipeline.grid.world
+        agree(self.control, world)
+        acts = self.control.should_log or self.control.should_evaluate or self.control.should_save
+        act(*args, **kwargs)
+        if acts:  # on_log, on_evaluate and on_save may also ask to stop
+            agree(self.control, world)
 
 
 def pipelined(trainer: type[Trainer]) -> Any:
