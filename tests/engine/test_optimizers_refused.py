@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from colossalai.booster import Booster
@@ -187,18 +188,22 @@ def boosted(make: Callable[[nn.Module], Any], model: nn.Module | None = None, **
 def refused(kind: str) -> None:
     criterion = nn.Linear(2, 2)
     makers: dict[str, Callable[[nn.Module], Any]] = {
+        "adalora": lambda m: SGD(m.parameters(), lr=0.1),
         "lbfgs": lambda m: torch.optim.LBFGS(m.parameters()),
         "sam": lambda m: Sam(m.parameters(), lr=0.1),
         "clipping": lambda m: Clipping(m.parameters(), lr=0.1),
         "lists": lambda m: Scaled([{"params": [*m.parameters()], "scales": [1.0] * len([*m.parameters()])}]),
         "foreign": lambda m: SGD([*m.parameters(), *criterion.parameters()], lr=0.1),
     }
-    boosted(makers[kind])
+    adalora = peft.AdaLoraConfig(target_modules=["a"], total_step=10)
+    boosted(makers[kind], peft.get_peft_model(Net(), adalora) if kind == "adalora" else None)
 
 
 @pytest.mark.turns
 def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
+    """AdaLoRA failed in its second step: "unsupported operand type(s) for *: 'Ghost' and 'NoneType'"."""
     for kind, message in (
+        ("adalora", "AdaLoRA chooses the rank of each adapter from the gradients of all layers"),
         ("lbfgs", "LBFGS computes its update direction from the gradients of all parameters together"),
         ("sam", "Sam couples parameters: the update of a parameter depends on other parameters"),
         ("clipping", "max_norm clips by the norm of the whole model"),
