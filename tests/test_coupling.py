@@ -225,10 +225,10 @@ def test_what_is_computed_from_one_stage_is_warned_of_once(pool: Pool, name: str
 @pytest.mark.parametrize("layout", [{"precision": "bf16"}, {"dp_size": 2, "zero_stage": 1}])
 def test_masters_and_shards_are_watched_as_parameters_are(pool: Pool, layout: dict[str, Any]) -> None:
     """In 16 bits a loop may write in two places. With ZeRO the optimizer's groups are parts of a stage, its model is
-    none."""
-    names = "sam", "projects the model", "clips", "averages"
+    none. A frozen weight of a layer counted as one that another rank trains."""
+    names = "sam", "projects the model", "clips", "averages", "merges"
     found = [any(pool.run(warnings, 2, name, layout, timeout=120)) for name in names]
-    assert found == [True, "precision" in layout, False, False]
+    assert found == [True, "precision" in layout, False, False, False]
 
 
 def clips(sides: Sides, step: int) -> None:
@@ -269,6 +269,19 @@ def averages(sides: Sides, step: int) -> None:
         scratch.zero_()
         parameter.data = scratch[: value.numel()].copy_(value.flatten()).view_as(value).clone()
         parameter.clamp_(-1, 1).mul_(1 - 0.01 * 0.9**step)
+
+
+@torch.no_grad()
+def merges(sides: Sides, step: int) -> None:
+    """The trained half of each layer into its frozen half, as ReLoRA merges adapters."""
+    for layer in sides.model.layers:
+        layer.b.requires_grad_(False)
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    for layer in sides.model.layers:
+        if not is_released(layer.b.weight):
+            layer.b.weight.add_(layer.a.weight * layer.a.bias, alpha=0.1)
 
 
 @torch.no_grad()
@@ -335,6 +348,7 @@ ALONE: dict[str, Loop] = {
     "of a layer": of_a_layer,
     "averages": averages,
     "copies": copies,
+    "merges": merges,
     "noisy by name": noisy_by_name,
     "teaches": teaches,
     "clears sparse gradients": clears_sparse_gradients,

@@ -93,7 +93,8 @@ class Coupling:
         if self.is_watching or not is_sampled(count):
             return
         self._held = frozenset(name for name, weight in self._weights.items() if weight.parameter.requires_grad)
-        of_others = {w.name for each in self._optimizers for w in each.weights.values() if w.master not in each.names}
+        optimized = ((each, w) for each in self._optimizers for w in each.weights.values() if w.parameter.requires_grad)
+        of_others = {w.name for each, w in optimized if w.master not in each.names}
         released = (name for p, name in self._names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         self._elsewhere = frozenset(of_others.union(released))
         if not self._elsewhere:

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipeshard.distributed.collectives import gather_objects, local_grad, together_in
+from pipeshard.distributed.watch import NOTE
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients, order_of
 from pipeshard.engine.copies import WeightCopies
 from pipeshard.engine.groups import UNCOMPARED, keep, move_overrides
+from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.optimizer_hooks import give_hooks
 from pipeshard.engine.outputs import BACKWARD
@@ -400,6 +402,9 @@ class PipelineOptimizer(Optimizer):
         self.is_stepping, self._depth, self._is_updated = True, 0, False
         try:
             result = self.optim.step(*args, **kwargs)
+        except Exception as error:
+            self._note_empty(error)
+            raise
         finally:
             self.is_stepping = False
             self.gradients.coupling.end()
@@ -412,6 +417,18 @@ class PipelineOptimizer(Optimizer):
             self.finite.after_update()
         self.copies.share()
         return result
+
+    def _note_empty(self, error: Exception) -> None:
+        """Add a note to an error of the inner optimizer if groups have no gradients on this rank: in one process, the
+        same groups have some, so the optimizer's class may never have met such a group."""
+        groups = enumerate(self.optim.param_groups)
+        empty = [str(k) for k, group in groups if all(stored_grad(parameter) is None for parameter in group["params"])]
+        if empty and not isinstance(error, PipeshardError):
+            error.add_note(
+                f"{NOTE}group {', '.join(empty)} of {type(self.optim).__name__} has no gradients on "
+                f"{self.grid.named(self.grid.mesh.rank)}, because its parameters are frozen or on other ranks. If this "
+                "is the cause, let `step` skip a group without gradients: `if not gradients: continue`"
+            )
 
     def _before_update(self, *_: Any) -> None:
         """Run as the last pre-hook: call `refuse_alone`, and apply the writes of the other pre-hooks.

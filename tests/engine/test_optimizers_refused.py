@@ -214,6 +214,37 @@ def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
             assert message in told, told
 
 
+class Listed(SGD):
+    """Updates all parameters of a group by one operator, which takes no empty list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            graded = [p for p in group["params"] if p.grad is not None]
+            torch._foreach_add_(graded, [p.grad for p in graded], alpha=-group["lr"])
+
+
+def with_an_empty_group() -> str:
+    def groups(model: Any) -> list[dict[str, Any]]:
+        rest = [*model.embed.parameters(), *model.layers.parameters()]
+        return [{"params": [*model.head.parameters()]}, {"params": rest}]
+
+    booster, model, optimizer = boosted(lambda m: Listed(groups(m), lr=0.1))
+    booster.execute_pipeline(iter([data()]), model, None, optimizer)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return " ".join(error.__notes__)
+    return ""
+
+
+def test_a_group_that_is_empty_on_one_stage_is_named(pool: Pool) -> None:
+    """torch's "Tensor list must have at least one tensor", of a class that trains in one process, named no group."""
+    told = "group 0 of Listed has no gradients on rank 0 (stage 0), because its parameters are frozen or on other ranks"
+    first, second = pool.run(with_an_empty_group, 2)
+    assert told in first and "skip a group without gradients" in first and second == ""
+
+
 def not_of_this_model() -> list[str]:
     """An optimizer that did not go through boost, or did with another model, was taken without a word."""
     booster, _, own = boosted(lambda m: SGD(m.parameters(), lr=0.1))
