@@ -17,9 +17,12 @@ def running_modules(modules: Mapping[int, str]) -> list[str]:
 
 def where() -> str:
     """The innermost line of the model's code on the call stack, with its file and number."""
+    hint = ""
     for frame, line in walk_stack(inspect.currentframe()):
         file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        if module == "torch.distributions.distribution":
+            hint = " (torch.distributions validates these values: pass validate_args=False)"
         if not file.startswith("<") and not is_library(module):
             name = file.rpartition("site-packages" + os.sep)[2]
-            return f"{name}:{line}: {linecache.getline(file, line, frame.f_globals).strip()}"
+            return f"{name}:{line}: {linecache.getline(file, line, frame.f_globals).strip()}{hint}"
     return "an unknown line"

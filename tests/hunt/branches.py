@@ -51,6 +51,21 @@ class Anchored(InTail):
         return {"loss": out["loss"] * sum(self.anchors).mean(), "logits": out["logits"]}
 
 
+class Variational(Net):
+    """Has a distribution in its middle, whose arguments torch validates unless told not to."""
+
+    validate = True  # ColossalAI changes the default
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        latent = torch.distributions.Normal(x, F.softplus(x), validate_args=self.validate)
+        return self.layers[3](self.layers[2](latent.mean + latent.stddev))
+
+
+class Unvalidated(Variational):
+    validate = False
+
+
 class Dual(Net):
     """Adds the square of a forward derivative through all layers."""
 
@@ -99,6 +114,15 @@ class Between(Net):
 
 
 CASES = {
+    "a distribution": Case(
+        Variational,
+        "torch.distributions validates values that only one stage has: the error named torch.where, not the option.",
+        options={"verify": False, "partition": [2, 4]},
+        refused=r"torch\.distributions validates these values: pass validate_args=False",
+    ),
+    "a distribution, not validated": Case(
+        Unvalidated, "The same with the option that the error names.", options={"verify": False, "partition": [2, 4]}
+    ),
     "forward derivatives": Case(
         Dual,
         "The results of units on other stages had no tangents: silently wrong without the proof.",
