@@ -306,6 +306,7 @@ def pushed(folder: Path) -> list[str]:
                 patched.enter_context(mock.patch.object(transformers.trainer, name, getattr(hub, name)))
         options = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "max_steps": 2}
         made = trainer("causal", folder / "mine", {"pp_size": 2}, **{**SAVES, **options})
+        made.save_model()
         made.train()
         made.push_to_hub(commit_message="the end")
     return hub.messages
@@ -313,8 +314,11 @@ def pushed(folder: Path) -> list[str]:
 
 @pytest.mark.turns
 def test_what_is_pushed_to_the_hub_is_read_from_there(pool: Pool, tmp_path: Path) -> None:
+    """A push saves once more, on all ranks, also before the model is split."""
     first, second = pool.run(pushed, 2, tmp_path)
-    assert second == [] and first[-1] == "the end" and "Training in progress, step 2" in first
+    assert (
+        second == [] and first[0] == "Model save" and first[-1] == "the end" and "Training in progress, step 2" in first
+    )
     repository = tmp_path / "hub" / "somebody" / "mine"
     for which in (repository, repository / "checkpoint-2"):
         state = AutoModelForCausalLM.from_pretrained(which).state_dict()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerControl
+from transformers import PreTrainedModel, Trainer, TrainerControl
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from pipeshard.checkpoint.files import together
@@ -365,21 +365,28 @@ class Loop(Evaluation):
         self._begins = True
         return super().train(chosen, *args, **kwargs)
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every rank holds all values of the model, and transformers can save it."""
+        saves_itself = isinstance(self.model, PreTrainedModel) or is_of_peft(self.model, "PeftModel")
+        return self._stages is None and saves_itself and not is_blank(self.model)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. Call it on every rank: each rank writes its part. Until the model is split, the first rank
-        saves all of it, as Trainer does."""
-        folder = one_folder(Path(output_dir or self.args.output_dir), self.pipeline.grid)
-        if self._stages is None and not is_blank(self.model):
-            with together(self.pipeline.grid.world):
-                if self.pipeline.grid.first:
-                    super().save_model(str(folder), _internal_call)
-            return
-        self._before = save_weights(self._own_stages().boosted, folder)
-        if self.pipeline.grid.first:
-            holder = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if holder is not None:
-                holder.save_pretrained(folder)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        """Save the model. Call it on every rank: each rank writes its part. The first rank saves a transformers or peft
+        model that has values and is not split yet, as Trainer does."""
+        grid = self.pipeline.grid
+        folder = one_folder(Path(output_dir or self.args.output_dir), grid)
+        if self._is_whole:
+            with together_in("trainer.save_model"), together(grid.world):
+                if grid.first:
+                    super().save_model(str(folder), True)
+        else:
+            self._before = save_weights(self._own_stages().boosted, folder)
+            if grid.first:
+                holder = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if holder is not None:
+                    holder.save_pretrained(folder)
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
