@@ -37,6 +37,10 @@ Decide = Callable[[str, Sequence[Any]], bool]
 PathKey = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
 
 
+class Alone:
+    """The `kind` of the Tree of a batch that is no container, but the model's only argument."""
+
+
 @dataclass(frozen=True)
 class Tree:
     """The structure of a batch: the class of a container, the keys of its children and their Trees; a leaf has no
@@ -73,11 +77,11 @@ def flatten(
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
     """The paths of the leaves of a dataloader's result, the leaves, and the Tree that reassembles the result.
 
-    An object that is not a mapping, tuple or list becomes a tuple with this object as its only entry. A leaf is a
-    tensor, a list or tuple without tensors (of strings, of one number per sample), a list or tuple with tensors for
-    which `by_sample(path, list)` is true (one entry per sample), or any other object that is not a container.
-    Dataclasses, namespaces and objects with tensors as attributes are reassembled without calling `__init__` or
-    `__post_init__`.
+    An object that is not a mapping, tuple or list becomes a tuple with this object as its only entry, and the Tree's
+    kind is then Alone. A leaf is a tensor, a list or tuple without tensors (of strings, of one number per sample), a
+    list or tuple with tensors for which `by_sample(path, list)` is true (one entry per sample), or any other object
+    that is not a container. Dataclasses, namespaces and objects with tensors as attributes are reassembled without
+    calling `__init__` or `__post_init__`.
 
     The path of a top-level entry or field is its name; deeper paths are Python expressions: ['inputs']['ids'],
     .inputs.ids.
@@ -100,7 +104,7 @@ def flatten(
         parts = tuple(walk(child, (*keys, key)) for key, child in children)
         return Tree(type(node), tuple(map(str, (key for key, _ in children))), parts, make)
 
-    tree = walk((data,) if is_alone else data, ())
+    tree = Tree(Alone, ("[0]",), (walk(data, (SequenceKey(0),)),), tuple) if is_alone else walk(data, ())
     return tuple(paths), tuple(leaves), tree
 
 

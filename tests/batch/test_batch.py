@@ -132,6 +132,9 @@ def test_a_model_is_called_with_the_batch_as_its_kind_says() -> None:
     assert call((IDS, None, "a"))[0][1:] == (None, "a")
     assert type(Batch.of(Sample(IDS)).for_criterion()) is Sample
     assert isinstance(Batch.of(IDS).for_criterion(), Tensor)
+    for container in (tuple, list):
+        assert type(Batch.of(container([IDS])).for_criterion()) is container
+        assert type(Batch.of(container([{"ids": IDS}])).take(torch.tensor([0])).for_criterion()) is container
 
 
 def test_what_is_no_tensor_is_compared_too() -> None:

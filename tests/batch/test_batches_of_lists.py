@@ -324,6 +324,29 @@ def test_graphs_and_labels_for_the_criterion(pool: Pool) -> None:
     assert pool.run(trained_on_tuples, 2) == [{}, {}]
 
 
+def of_means(output: Any, batch: Any) -> Tensor:
+    """The target is a mean per sample of the batch's first entry; of a bare tensor, it is the first sample's mean."""
+    return (output - batch[0].mean(-1, keepdim=True)).square().mean()
+
+
+def trained_on_one_entry() -> list[float]:
+    torch.manual_seed(0)
+    model, x = OfImages(), labelled(0)[0]
+    expected, errors = of_means(model(x), (x,)), []
+    for sample, batch in ((x, (x,)), ((x,), (x,)), ((x,), [x])):
+        engine = boosted(copy.deepcopy(model), sample, of_means, 1)
+        errors.append(float((engine.execute_pipeline(iter([batch]))["loss"] - expected).abs()))
+    return errors
+
+
+@pytest.mark.turns
+def test_a_criterion_receives_a_tuple_of_one_entry(pool: Pool) -> None:
+    """The criterion of `(x,)` received x, so its `batch[0]` was silently the first sample.
+    The batch at boost may still have been the bare x."""
+    for errors in pool.run(trained_on_one_entry, 2):
+        assert largest_error(errors) < 1e-6
+
+
 def of_tokens(output: Any, batch: Any) -> Tensor:
     return cross_entropy(output.logits[:, :-1].flatten(0, 1), batch[-1][:, 1:].flatten())
 
