@@ -86,7 +86,8 @@ class LossRule:
         """Whether this rule computes the loss of the whole from the losses of the parts, within `looser` times the
         tolerance for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole. If
         the losses have gradients with respect to unit results, the rule must also compute the whole's gradients from
-        the parts' gradients; non-finite gradients are ignored."""
+        the parts' gradients; non-finite gradients are ignored, as is the rounding of sums that are 0: softmax does not
+        depend on an offset of all logits."""
         whole, parts, batches = losses
         shares = [1.0] * len(parts) if self.counted else self.shares(batches)
         terms = [share * part.value if share else 0.0 for share, part in zip(shares, parts, strict=True)]
@@ -96,12 +97,14 @@ class LossRule:
         if self.counted and not losses.counts_add_up:
             return False
         close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
+        steepest = [0.0 if slope is None else float(slope.abs().max()) for slope in whole.slopes]
+        rounding = tolerance * max(filter(math.isfinite, steepest), default=0.0)
         for k, slope in enumerate(whole.slopes):
             made = _summed(parts, shares, k)
             if slope is None or made is None:
                 continue
-            difference, steepest = float((made - slope).abs().max()), float(slope.abs().max())
-            if math.isfinite(difference) and difference > close * max(steepest, float(made.abs().max())):
+            difference, bound = float((made - slope).abs().max()), close * max(steepest[k], float(made.abs().max()))
+            if math.isfinite(difference) and difference > max(bound, rounding):
                 return False
         return True
 

@@ -184,6 +184,32 @@ def test_a_guess_is_refused(criterion: Criterion, batch: dict[str, Tensor]) -> N
         rule(criterion, batch, of_samples=True)
 
 
+class Offset(Tagger):
+    """A tagger with an offset of all logits of a sample, as in a dueling head."""
+
+    def __init__(self) -> None:
+        super().__init__(of_samples=True)
+        self.offset = nn.Linear(H, 1)
+
+    def forward(self, ids: Tensor, **beside: Tensor) -> dict[str, Tensor]:
+        offset = self.offset(self.embed(ids).mean(1))
+        return {"logits": super().forward(ids)["logits"] + offset, "offset": offset}
+
+
+def of_offset(out: Any, batch: Any) -> Tensor:
+    """A cross entropy plus a small term that is always 1e-4, and whose gradient is divided by a mean over the batch."""
+    squares = out["offset"].square().mean()
+    return tagging()(out, batch) + 1e-4 * squares / squares.detach()
+
+
+def test_an_offset_of_all_logits_has_no_gradient() -> None:
+    """A cross entropy was "no mean or sum" if the model adds a value per sample to all logits: the value's gradient is
+    0 up to rounding, and this rounding was compared with itself. A small gradient of such a value is no rounding."""
+    assert rule(tagging(), MIXED, model=Offset()) == LossRule("labels")
+    with pytest.raises(ConfigurationError, match="to be a mean or sum over samples"):
+        rule(of_offset, MIXED, model=Offset())
+
+
 def test_a_criterion_whose_last_bits_differ_between_calls_is_no_counter() -> None:
     """A cross entropy of images adds in any order on a GPU, so now and then a step was refused: "the criterion returned
     a different loss for the same input"."""
