@@ -52,6 +52,7 @@ HARMLESS |= {"untyped_storage", *(f"{kind}_like" for kind in ("empty", "zeros", 
 HARMLESS |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
 # Functions that return the tensor itself if it already has the requested dtype and device.
 CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
+MERGING = "merge_adapter", "unmerge_adapter", "merge_and_unload", "add_weighted_adapter"  # methods of peft
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
 WRITING_METHODS = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all names that end in "_"
 GUARDED = "_apply", "load_state_dict", "state_dict", "save_pretrained", "push_to_hub", "resize_token_embeddings"
@@ -184,6 +185,12 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
         advice = "Resize the embeddings before booster.boost"
     elif what in (*CONVERTING, "_apply", "share_memory_"):
         advice = "Move or convert a model before booster.boost, or pass precision=... to PipelinePlugin"
+    if what in MERGING:
+        advice = (
+            "Merge adapters before booster.boost, or in the model that pipeshard.to_sequential(model, rank=0) (call it "
+            "on every rank) returns on rank 0, or save merged weights with booster.checkpoint_io.save_model(model, "
+            "folder, shard=True, merge=True)"
+        )
     return UsageError(f"{what}: {ghost.label}. {advice}")
 
 
@@ -229,7 +236,7 @@ def guard(model: nn.Module) -> None:
     with advice for a training loop."""
     for module in model.modules():
         if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
-            for name in GUARDED:
+            for name in (*GUARDED, *MERGING):
                 if hasattr(type(module), name):
                     module.__dict__[name] = Guarded(module, name)
 

@@ -746,6 +746,27 @@ def test_a_tied_weight_is_not_merged(pool: Pool, tmp_path: Path) -> None:
         assert "is tied to another weight" in message and "merge_and_unload" in message
 
 
+def merged_in_place() -> list[str]:
+    """The methods of peft that changed weights or adapters before they were refused, or are not refused at all."""
+    model, data = adapted("llama")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    unsplit, wrong = Unsplit(gathered(split)), []
+    for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "add_weighted_adapter"):
+        arguments = (["default"], [0.5], "half") if name == "add_weighted_adapter" else ()
+        with pytest.raises(UsageError, match=f"^{name}: .*to_sequential.*merge=True"):
+            getattr(split.model, name)(*arguments)
+        if differences(split, unsplit, data, num_microbatches=2) or "half" in split.model.peft_config:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.turns
+def test_adapters_of_a_boosted_model_are_not_merged_in_place(pool: Pool) -> None:
+    """The first rank merged its own layers and failed at the next stage's, the others merged nothing: "matmul: ... In a
+    training loop, skip the parameters for which ..."."""
+    assert pool.run(merged_in_place, 2) == [[], []]
+
+
 def beside_adapters(folder: Path) -> list[str]:
     model, data = adapted("llama")
     split = Split(model, dist.get_world_size(), data, num_microbatches=2)
