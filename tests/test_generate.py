@@ -841,6 +841,28 @@ def test_a_rank_whose_trace_fails_is_named_on_the_others(pool: Pool) -> None:
     assert "cannot run on several stages: see the error of rank 0 (stage 0)" in second
 
 
+def guided() -> str:
+    model, options = (
+        build(find("seq2seq-lm/bart")[0], encoder_layers=6, decoder_layers=2),
+        GREEDY | {"guidance_scale": 1.5},
+    )
+    alone = copy.deepcopy(model).eval()
+    split = boosted(model, "t5")
+    with pytest.raises(UsageError) as caught:
+        generated(split, "t5", **options)
+    made, expected = (generated(each, "t5", use_cache=False, **options) for each in (split, alone))
+    assert is_same(made, expected)
+    return str(caught.value)
+
+
+@pytest.mark.turns
+def test_a_cache_that_only_later_stages_create_is_refused(pool: Pool) -> None:
+    """Guidance calls an encoder-decoder without a cache, and the decoder creates one. The encoder's rank failed:
+    "another rank's message refers to cache 0 ... call generate with the same prompts", which they were."""
+    for message in pool.run(guided, 2):
+        assert "BartForConditionalGeneration creates a cache in its forward" in message and "use_cache=False" in message
+
+
 def plain_module() -> bool:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     plugin = PipelinePlugin(2, num_microbatches=1, dry_run_input=(torch.randn(2, 4),), verify=False)

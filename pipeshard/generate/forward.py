@@ -345,6 +345,14 @@ class Forward:
 
             said["output"] = describe(output, put, names)
         of_ranks = _gathered(said, self.group)
+        if len({len(told["caches"]) for told in of_ranks}) > 1:
+            own_progress().in_flight = False
+            raise of_all(
+                UsageError(
+                    f"{type(pipeline.model).__name__} creates a cache in its forward after the layers of the first "
+                    "stage, which has no such cache: call model.generate(..., use_cache=False)"
+                )
+            )
         for rank, told in enumerate(of_ranks):
             if rank != pipeline.rank:
                 for entries, changes in zip(caches, told["caches"]):
