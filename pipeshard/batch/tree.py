@@ -38,7 +38,7 @@ PathKey = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
 
 
 class Alone:
-    """The `kind` of the Tree of a batch that is no container, but the model's only argument."""
+    """The `kind` of the Tree of a batch that is not a container, but the only argument of the model."""
 
 
 @dataclass(frozen=True)
