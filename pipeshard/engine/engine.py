@@ -266,13 +266,15 @@ class Pipeline:
             losses = self.traces.losses
             unproven = asked.is_exact and losses.any_unproven(batches, self.cuts.microbatches(batches), criterion)
             trains = any(parameter.requires_grad for parameter in self.holdings.held.values())
-            bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
+            changes = trained != self.trained
+            bits = TRAINED * (changes or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
             bits |= WRITTEN * self.gradients.follow(adopts=train)
-            found = self._find(asked, batches, looks=False)
-            if self.uncuts and not train and found is not None:
-                bits |= UNMERGED * (not _merges(asked.outputs, found, batches))
+            # Before the ranks have exchanged what they train now, a trace would be wrong, and stay cached.
+            found = None if changes else self._find(asked, batches, looks=False)
+            if self.uncuts and not train:
+                bits |= UNMERGED * (changes or (found is not None and not _merges(asked.outputs, found, batches)))
             ways = -1 if found is None else self.traces.number(found)
             return News(bits, ways, *self.gradients.updates.numbers)
 

@@ -38,6 +38,10 @@ def unfreezes_first(step: int, model: nn.Module) -> None:
     set_trained(model, FIRST, step > 0)
 
 
+def freezes_for_a_step(step: int, model: nn.Module) -> None:
+    set_trained(model, FIRST, step != 1)
+
+
 def alternates(step: int, model: nn.Module) -> None:
     set_trained(model, FIRST if step % 2 else LAST, False)
     set_trained(model, LAST if step % 2 else FIRST, True)
@@ -66,7 +70,8 @@ class Masked(Net):
         return {"loss": self.loss(self.head(x if mask is None else x * mask.unsqueeze(-1)), labels)}
 
 
-MASKED = [data(0), data(1), data(2) | {"mask": torch.ones(4, 6)}, data(3)]
+MASK = {"mask": torch.ones(4, 6)}
+MASKED = [data(0), data(1), data(2) | MASK, data(3)]
 
 CASES: dict[str, Case] = {
     "freezes the first stage": Case(
@@ -80,6 +85,15 @@ CASES: dict[str, Case] = {
     ),
     "freezes, and is traced anew": Case(
         Masked, "The same with a batch of another kind.", MASKED, ALONE, between=freezes_first, optimizer=adamw
+    ),
+    "freezes and unfreezes": Case(
+        Masked,
+        "A new kind of batch came with the freeze: the rank traced it half frozen, and found this trace again once the "
+        "stage was unfrozen.",
+        [data(0), data(1) | MASK, data(2) | MASK],
+        ALONE,
+        between=freezes_for_a_step,
+        optimizer=adamw,
     ),
     "unfreezes the first stage": Case(
         Net,
