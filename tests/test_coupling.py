@@ -368,6 +368,86 @@ def test_what_is_reduced_over_all_ranks_is_not_warned_of(pool: Pool) -> None:
     assert pool.run(warnings, 2, "reduced", {}, timeout=120) == [[], []]
 
 
+class ClipsLate(torch.optim.SGD):
+    """As ZClip: the first norms only become statistics."""
+
+    reads, count = False, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        found = gradients(of_optimizer(self))
+        total = norm(found)
+        if self.count > 12:
+            torch._foreach_mul_(found, 0.1 / float(total) if self.reads else 0.1 / total)
+        return super().step(closure)
+
+
+class ClipsLateByNumbers(ClipsLate):
+    reads = True
+
+
+class InBatches(torch.optim.SGD):
+    """As Muon: one operator for all parameters of a size, and step sizes that are read for all at once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        found = gradients(of_optimizer(self))
+        sizes = [float(0.1 / gradient.norm()) for gradient in found]
+        for shape in {gradient.shape for gradient in found}:
+            alike = [gradient for gradient in found if gradient.shape == shape]
+            torch._foreach_copy_(alike, [*torch.stack(alike).sign()])
+        for gradient, size in zip(found, sizes, strict=True):
+            gradient.mul_(size)
+        return super().step(closure)
+
+
+@torch.compile(backend="eager", fullgraph=True, dynamic=True)
+def direction(gradient: Tensor) -> Tensor:
+    return gradient / (gradient.norm() + 1e-6)
+
+
+class Compiled(torch.optim.SGD):
+    """As those whose update is one compiled function."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for gradient in gradients(of_optimizer(self)):
+            gradient.copy_(direction(gradient.flatten()).view_as(gradient))
+        return super().step(closure)
+
+
+def told_of(kind: type[torch.optim.Optimizer], steps: int) -> list[str]:
+    """What is told of updates by an optimizer of a user's."""
+    told = listening()
+    sides = Sides({}, lambda model: kind(model.parameters(), lr=0.1, momentum=0.9), verify=False)
+    del told[:]
+    for step in range(steps):
+        trains(sides, step)
+        update(sides)
+    trains(sides, 0)
+    return told
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", [ClipsLate, ClipsLateByNumbers])
+def test_an_optimizer_that_begins_to_couple_after_its_trial_is_warned_of(pool: Pool, kind: type[ClipsLate]) -> None:
+    """The trial has ten steps: from the 13th on, each stage clipped by its own norm, silently."""
+    first, second = pool.run(told_of, 2, kind, 16, timeout=120)
+    assert len(first) == 1 and re.search(r"step of ClipsLate changed|optimizer's own step", first[0]) and not second
+
+
+@pytest.mark.processes
+def test_an_optimizer_with_a_compiled_step_trains(pool: Pool) -> None:
+    """torch had tried to compile it in the mode of the trial, and then raised in each step: no compiled frames."""
+    assert pool.run(told_of, 2, Compiled, 4, timeout=120) == [[], []]
+
+
+def test_an_optimizer_that_computes_in_batches_is_not_warned_of(pool: Pool) -> None:
+    """The trial has found its results independent, but its operators combine parameters."""
+    assert pool.run(told_of, 2, InBatches, 16, timeout=120) == [[], []]
+
+
 def left_after_models() -> list[Any]:
     """What is there of models that have been deleted in updates that are watched."""
     models: list[Any] = []

@@ -4,13 +4,14 @@ Examples are a radius computed from the norm of all gradients, a projection, a q
 produces for one parameter after another. With several stages, each rank computes such a value from the parameters of
 one stage only. A clamp, decay or average of each parameter separately is exact, but the written values do not show
 whether a write combined parameters. So in some updates, torch modes intercept all operators of the loop. The modes
-propagate parameter names from weights and gradients to all values computed from them.
+propagate parameter names from weights and gradients to all values computed from them. They also watch the steps of a
+user's own optimizer, which may begin to couple parameters after its trial (engine/optimizer_trial.py).
 """
 
 import weakref
 from bisect import bisect, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from posixpath import commonpath
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class Coupling:
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), PythonReads(self)
+        self._eagerly = ExitStack()  # contexts of an optimizer's step that is watched
         self.is_watching, self._calls = False, 0
         self._called = 0  # number of calls to pipeshard that have returned
 
@@ -86,11 +88,11 @@ class Coupling:
             self.begin()
             self._called += 1
 
-    def begin(self) -> None:
+    def begin(self, update: int | None = None) -> None:
         """Start watching the loop if this update is one of the watched updates, and some parameters are trained only on
-        other ranks."""
+        other ranks. `update` is the number of an update by an optimizer's own step, which is watched instead."""
         count = self._updates.count if self._updates.in_use() else self._called
-        if self.is_watching or not is_sampled(count):
+        if self.is_watching or not is_sampled(count if update is None else update):
             return
         self._held = frozenset(name for name, weight in self._weights.items() if weight.parameter.requires_grad)
         optimized = ((each, w) for each in self._optimizers for w in each.weights.values() if w.parameter.requires_grad)
@@ -106,26 +108,60 @@ class Coupling:
             self._set(tensor, frozenset({name}))
         self.is_watching = True
         end_of_deleted()
+        if update is not None:  # torch.compile with fullgraph=True fails in a mode
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         enter_below(*self._modes)
 
     def end(self) -> None:
         """Stop watching the loop, and report coupled writes to the Updates."""
-        if not self.is_watching:
+        if not self._leave():
             return
-        self.is_watching = False
-        leave_below(*self._modes)
-        for name, tensor in self._places():
-            tags = self._of([tensor])
-            names = {tag for tag in tags if isinstance(tag, str)} | {name}
-            if other := self._rest(names):
-                self._updates.found = self._updates.found or COUPLED.format(
-                    name=name, rank=self._grid.named(self._grid.mesh.rank), other=min(names - {name}), rest=other
-                )
-            for tag in tags:
-                if isinstance(tag, Number):
-                    self._updates.numbered.setdefault(name, set()).add(tag.value)
+        self._updates.found = self._updates.found or self._coupled("The training loop")
+        for value, names in self._numbers().items():
+            for name in names:
+                self._updates.numbered.setdefault(name, set()).add(value)
         self._updates.found = self._updates.found or self._drawn_in(self._values(), "{name}")
         self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
+
+    def end_update(self, optimizer: str, is_tried: bool) -> bool:
+        """Stop watching the step of an optimizer of class `optimizer`, and return whether it combines parameters in its
+        operators. If `is_tried`, the trial has shown that the results are independent all the same (as of a batch of
+        matrices), otherwise report this to the Updates."""
+        if not self._leave():
+            return False
+        coupled = self._coupled(f"The step of {optimizer}")
+        if not is_tried:
+            self._updates.found = self._updates.found or coupled
+            shared = ((value, names) for value, names in self._numbers().items() if self._rest(names, least=2))
+            for value, names in shared:
+                self._updates.numbered.setdefault(min(names), set()).add(value)
+        return bool(coupled)
+
+    def _leave(self) -> bool:
+        """Stop watching, and return whether anything was watched."""
+        was_watching, self.is_watching = self.is_watching, False
+        if was_watching:
+            leave_below(*self._modes)
+            self._eagerly.close()
+        return was_watching
+
+    def _coupled(self, writer: str) -> str:
+        """A message if `writer` has changed a tensor with a value of several parameters, otherwise ""."""
+        for name, tensor in self._places():
+            names = {tag for tag in self._of([tensor]) if isinstance(tag, str)} | {name}
+            if rest := self._rest(names):
+                rank, other = self._grid.named(self._grid.mesh.rank), min(names - {name})
+                return COUPLED.format(writer=writer, name=name, rank=rank, other=other, rest=rest)
+        return ""
+
+    def _numbers(self) -> dict[float, set[str]]:
+        """The numbers that were used in writes after several parameters were read, with the parameters written to."""
+        numbers: dict[float, set[str]] = {}
+        for name, tensor in self._places():
+            for tag in self._of([tensor]):
+                if isinstance(tag, Number):
+                    numbers.setdefault(tag.value, set()).add(name)
+        return numbers
 
     def _drawn_in(self, places: Iterable[tuple[str, Tensor]], changed: str) -> str:
         """A message if the loop has written random numbers of one generator to several of these tensors, but not to
@@ -154,7 +190,9 @@ class Coupling:
             yield from ((name, parameter) for parameter in (weight.parameter, weight.master))
         for optimizer in self._optimizers:
             for parameter, name in optimizer.names.items():
-                yield from ((name, kept) for kept in tensors_among(optimizer.optim.state.get(parameter, {}).values()))
+                state = optimizer.optim.state.get(parameter, {})
+                kept = tensors_among(value for key, value in state.items() if key != "step")  # which only counts
+                yield from ((name, tensor) for tensor in kept)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self._weights.items():
@@ -278,10 +316,11 @@ def _number(value: Tensor | float) -> float:
 
 REMEDY = (
     "Sum the value over the ranks with torch.distributed.all_reduce (counting each tied weight once), use "
-    "optimizer.get_grad_norm() on every rank, or compute a separate value for each parameter"
+    "optimizer.get_grad_norm() on every rank, or compute a separate value for each parameter. If an optimizer clips "
+    "gradients itself, turn this off and use max_norm"
 )
 COUPLED = (
-    "The training loop changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "
+    "{writer} changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "
     "{rest}, which another rank trains. Each rank computes a different value, so training differs from training in one "
     f"process. {REMEDY}"
 )

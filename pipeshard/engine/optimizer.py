@@ -25,6 +25,7 @@ from pipeshard.engine.groups import UNCOMPARED, keep, move_overrides
 from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.optimizer_hooks import give_hooks
+from pipeshard.engine.optimizer_trial import SCALES, is_known
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.states import States, converted, filled
@@ -82,6 +83,9 @@ class PipelineOptimizer(Optimizer):
         self.copies = WeightCopies(self.weights, self.grid)
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
+        self._count = 0  # number of its steps
+        # Whether its steps are watched: those of a known optimizer, or one that combines independent results, are not.
+        self._is_watched = not is_known(optim)
         self._depth = 0  # number of its nested calls whose pre-hooks have run, but whose post-hooks have not
         self._is_updated = False  # whether the parameters have the values of the current step
         give_hooks(optim)
@@ -369,6 +373,7 @@ class PipelineOptimizer(Optimizer):
             self.gradients.updates.evaluated = False  # the closure may compute the gradients
 
             def closed() -> Any:
+                self.gradients.coupling.end()  # what follows computes gradients
                 self._drop_gradients()
                 loss = closure()
                 self.copies.follow(adopts=True)
@@ -443,8 +448,11 @@ class PipelineOptimizer(Optimizer):
         if self._depth == 1:
             self.gradients.coupling.end()
             self.gradients.updates.hooks_end(self._graded)
+            self._count += 1
         self.copies.follow(adopts=True)  # a pre-hook may have written values
         self._take_gradients()
+        if self._depth == 1 and self._is_watched:
+            self.gradients.coupling.begin(self._count)
 
     def _after_update(self, *_: Any) -> None:
         """Copy the updated values to the parameters, and watch the writes of the user's post-hooks. This is the first
@@ -452,6 +460,9 @@ class PipelineOptimizer(Optimizer):
         self._depth -= 1
         if not self.is_stepping:
             return
+        if self._depth == 0:
+            kind, is_tried = type(self.optim).__name__, self._count <= len(SCALES)
+            self._is_watched &= not self.gradients.coupling.end_update(kind, is_tried)
         self.copies.take_values()
         self._is_updated = True
         if self._depth == 0:

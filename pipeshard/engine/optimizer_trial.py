@@ -3,8 +3,9 @@
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
 compute different updates on every stage. For the optimizers of torch, bitsandbytes and torchao, the result is known,
 and they are not run. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each
-half, and the updates are compared. An optimizer that calls a collective of all ranks in this trial is refused, since
-each rank updates different parameters in a step.
+half, and the updates are compared. Since it may begin to couple parameters later, some of its updates are watched
+(engine/coupling.py). An optimizer that calls a collective of all ranks in this trial is refused, since each rank
+updates different parameters in a step.
 """
 
 import copy
@@ -74,7 +75,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             "with different values into different groups, use another optimizer, or use pp_size=1 without tp_size, "
             "ep_size, zero_stage and fsdp"
         )
-    known, lone = type(optimizer).__module__.startswith(KNOWN), Lone()
+    known, lone = is_known(optimizer), Lone()
 
     def gaps(mode: AbstractContextManager[Any]) -> tuple[bool, bool]:
         couples = not known and gap(optimizer, model, False, mode) > SPARED
@@ -117,6 +118,10 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         )
 
 
+def is_known(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith(KNOWN)
+
+
 def rounds_at_random(optimizer: Optimizer) -> bool:
     """Whether an optimizer, such as one of torchao's, rounds updates of bf16 parameters stochastically."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -154,7 +159,7 @@ def _gap_of_few(
     by_methods = _gap(start, lambda values: _called(optimizer, model, values, methods), sliced) if methods else 0.0
     if by_methods > SPARED:
         return by_methods
-    with mode:
+    with mode, torch.compiler.set_stance("force_eager"):  # torch.compile with fullgraph=True fails in a mode
         return _gap(start, lambda values: _stepped(optimizer, model, values), sliced)
 
 

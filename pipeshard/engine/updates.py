@@ -61,8 +61,8 @@ class Told(NamedTuple):
         factor: the factor by which the loop has multiplied the gradients, or None if the gradients were changed in
             another way, or do not exist.
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
-        numbered: by parameter, the numbers that the loop used in writes after it had read several parameters
-            (engine/coupling.py).
+        numbered: by parameter, the numbers used in writes after the loop, or an optimizer, had read several
+            parameters (engine/coupling.py).
         dropped: for each update since the last step, and now: by optimizer, whether the loop has cleared it, and by
             optimizer with gradients on the rank, whether these gradients are gone.
         noise: a description of gradients that the loop has changed with random numbers, or "".
@@ -351,9 +351,9 @@ EVALUATED = (
     "optimizer only evaluates the model. To train it, call execute_pipeline(batches, model, criterion, optimizer)"
 )
 NUMBERED = (
-    "This is exact if these numbers are constants, and wrong if the loop computes the numbers from gradients or "
-    "weights. Each rank has only the gradients and weights of its stage. Sum the numbers over the ranks with "
-    "torch.distributed.all_reduce, or use optimizer.get_grad_norm()"
+    "This is exact if these numbers are constants, and wrong if they are computed from gradients or weights. Each rank "
+    "has only the gradients and weights of its stage. Sum the numbers over the ranks with torch.distributed.all_reduce "
+    "or use optimizer.get_grad_norm(). If an optimizer clips gradients itself, turn this off and use max_norm"
 )
 
 
@@ -417,7 +417,8 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
         for k, o in ((0, other), (other, 0))
     )
     return (
-        f"the training loop modified parameters after it had read several parameters: {' and '.join(shown)}. {NUMBERED}"
+        "the training loop, or the optimizer's own step, modified parameters after it had read several parameters: "
+        f"{' and '.join(shown)}. {NUMBERED}"
     )
 
 
