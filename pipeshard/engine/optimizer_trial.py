@@ -12,7 +12,7 @@ import copy
 import inspect
 import logging
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -33,8 +33,9 @@ from pipeshard.graph.rng import seeded
 from pipeshard.hf import is_of_peft
 
 logger = logging.getLogger("pipeshard")
-FEW = 2  # the number of parameters of each group in the first trial
-SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of parameters; of gradients; the largest allowed gap
+FEW = 2  # the number of parameters of each group in the first trial, and in the second of each kind in each group
+SIZE, SPARED = 4, 0.02  # of parameters; the largest allowed gap
+SCALES = (1.0, 100.0, 0.01) + (1.0,) * 6 + (1000.0,)  # of the gradients in each step: the last exceeds any mean
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
 SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
 KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules whose optimizers do not couple parameters
@@ -147,15 +148,20 @@ def gap(optimizer: Optimizer, model: nn.Module, sliced: bool, mode: AbstractCont
     same step. The optimizer's own methods are tested in addition to `step`, which runs in `mode`."""
     mode = mode or nullcontext()
     try:
-        return _gap_of_few(optimizer, model, sliced, FEW, mode)
+        return max(_gap_of_few(optimizer, model, sliced, FEW, mode, by_kind) for by_kind in (False, True))
     except Exception:  # the optimizer may need all parameters
         return _gap_of_few(optimizer, model, sliced, None, mode)
 
 
 def _gap_of_few(
-    optimizer: Optimizer, model: nn.Module, sliced: bool, few: int | None, mode: AbstractContextManager[Any]
+    optimizer: Optimizer,
+    model: nn.Module,
+    sliced: bool,
+    few: int | None,
+    mode: AbstractContextManager[Any],
+    by_kind: bool = False,
 ) -> float:
-    start, methods = _tiny(optimizer, sliced, few), own_methods(optimizer)
+    start, methods = _tiny(optimizer, sliced, few, by_kind), own_methods(optimizer)
     by_methods = _gap(start, lambda values: _called(optimizer, model, values, methods), sliced) if methods else 0.0
     if by_methods > SPARED:
         return by_methods
@@ -205,17 +211,22 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
     return not needed and "param_groups" in original.__code__.co_names
 
 
-def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Index, Tensor]:
-    """Return small random tensors for the first `few` parameters of each group (None: all). With `sliced`, only
-    parameters with several rows are included."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {
-        (k, j): [min(size, SIZE) for size in parameter.shape]
-        for k, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"][:few])
-    }
+def _tiny(optimizer: Optimizer, sliced: bool, few: int | None, by_kind: bool) -> dict[Index, Tensor]:
+    """Return small random tensors for the first `few` parameters of each group (None: all) or, with `by_kind`, of each
+    kind in each group. With `sliced`, only parameters with several rows are included. Tensors of one kind follow each
+    other, so that each half has some."""
+    kinds: dict[tuple[Any, ...], dict[Index, list[int]]] = {}
+    for k, group in enumerate(optimizer.param_groups):
+        counts = Counter[tuple[Any, ...]]()
+        for j, parameter in enumerate(group["params"]):
+            kind = (parameter.ndim, *sorted(vars(parameter))) if by_kind else ()
+            counts[kind] += 1
+            if few is None or counts[kind] <= few:
+                kinds.setdefault(kind, {})[k, j] = [min(size, SIZE) for size in parameter.shape]
+    shapes = {index: shape for of_kind in kinds.values() for index, shape in of_kind.items()}
     if sliced:
         shapes = {index: shape for index, shape in shapes.items() if shape and shape[0] > 1}
+    generator = torch.Generator().manual_seed(0)
     return {index: torch.randn(shape, generator=generator) for index, shape in shapes.items()}
 
 
@@ -306,7 +317,7 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Index, nn.Par
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for k, group in enumerate(trial.param_groups):
         _speed_up(group)
-        keep(group, [j for of, j in parameters if of == k])
+        keep(group, sorted(j for of, j in parameters if of == k))
     set_training(trial)
     return trial
 

@@ -62,7 +62,9 @@ class Comparison:
                         raise Different(f"the gradient of {name} {what}{where} differs: {how}", "backward")
                     self.counts["gradients"] += 1
 
-    def tensors(self, split: Mapping[str, Any], unsplit: Mapping[str, Any], kind: str, what: str) -> None:
+    def tensors(
+        self, split: Mapping[str, Any], unsplit: Mapping[str, Any], kind: str, what: str, part: str = ""
+    ) -> None:
         """Compare parameters, buffers and saved tensors, by name."""
         if split.keys() != unsplit.keys():
             names = split.keys() ^ unsplit.keys()
@@ -70,7 +72,7 @@ class Comparison:
             raise Different(f"{min(names)} {what} exists only in the {side} model")
         for name, expected in unsplit.items():
             if not self.same(split[name], expected):
-                raise Different(f"{name} {what} differs: {difference_text(split[name], expected)}")
+                raise Different(f"{name} {what} differs: {difference_text(split[name], expected)}", part)
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str, when: str = "") -> None:
@@ -233,7 +235,7 @@ def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: 
     for name, parameter in reference.own.trained().items():
         for own in of_ranks:
             if name in own:
-                comparison.tensors({name: own[name]}, {name: parameter}, "parameters", when)
+                comparison.tensors({name: own[name]}, {name: parameter}, "parameters", when, "update")
     first = first_names(reference.model)
     states = [rank.model.state_dict() for rank in split.ranks]
     expected = reference.model.state_dict()

@@ -42,6 +42,9 @@ BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
     "or in the criterion",
     "backward": "All units return the same results: the difference begins in the backward pass",
+    "update": "All losses and gradients until then are equal: the difference begins in the optimizer's step. Probably, "
+    "it couples parameters (through a norm over several, or its own list of parameters), but each rank updates only a "
+    "part of the parameters. Use another optimizer, or max_norm to clip",
 }
 
 
@@ -56,7 +59,7 @@ class Proof:
     `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
     with padding differ from whole samples, or that they fail, with an attention_mask and without one. `remedy`: advice
     for an unproven model, or "". `one_sided`: whether the split model raised an error on samples on which the unsplit
-    model runs.
+    model runs. `in_update`: whether the models differ only after the optimizer's step.
     """
 
     kind: str
@@ -73,6 +76,7 @@ class Proof:
     padding: tuple[str, str] = ("", "")
     remedy: str = ""
     one_sided: bool = False
+    in_update: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ def prove(
             with untouched(proving.given):
                 proving.run(large)
         except (Coupled, Different) as difference:
-            made = Proof(DIFFERENT, str(difference), coupled=isinstance(difference, Coupled))
+            is_coupled, is_update = isinstance(difference, Coupled), getattr(difference, "part", "") == "update"
+            made = Proof(DIFFERENT, str(difference), coupled=is_coupled, in_update=is_update)
         except Dependent as error:
             made = Proof(UNPROVEN, str(error), dependent=True, cause=error.__cause__)
         except Unproven as error:
@@ -471,8 +476,8 @@ class _Proving:
         if not difference.part:
             return difference
         try:
-            where = self._sides(None).first_unit()
+            where = "" if difference.part == "update" else self._sides(None).first_unit()
         except Exception as error:  # the difference is then reported without its location
             logger.debug("the difference was not located: %s: %s", type(error).__name__, error)
             return difference
-        return Different(f"{difference}. {where or BEGINS[difference.part]}")
+        return Different(f"{difference}. {where or BEGINS[difference.part]}", difference.part)

@@ -59,6 +59,26 @@ class Clipping(SGD):
         return super().step(closure)
 
 
+class ClipsMatrices(SGD):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"] if p.ndim == 2], 0.1)
+        return super().step(closure)
+
+
+class ClipsPeaks(SGD):
+    """As ZClip: it clips by the mean of earlier norms, as soon as it has some."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        found = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms = self.__dict__.setdefault("norms", [])
+        norms.append(float(torch.stack([gradient.norm() for gradient in found]).norm()))
+        mean = sum(norms) / len(norms)
+        if len(norms) > 5 and norms[-1] > 2 * mean:
+            torch._foreach_mul_(found, mean / norms[-1])
+        return super().step(closure)
+
+
 class Scaled(torch.optim.Optimizer):
     """As peft's LoRA-FA, whose groups list the names and scales of their parameters: a stage paired its parameters with
     those of the first stage. The tiny parameters of a trial have the first scales, too."""
@@ -165,6 +185,32 @@ def test_an_estimate_over_all_parameters_is_told() -> None:
     model = Net()
     assert gap(Estimating(model.parameters()), model, False) > SPARED
     assert gap(Estimating([{"params": [p]} for p in model.parameters()]), model, False) > SPARED
+
+
+def test_parameters_of_each_kind_are_tried() -> None:
+    """A model begins with two vectors, and its optimizer clips matrices: the trial had only the two vectors."""
+    model = Net()
+    vectors_first = sorted(model.parameters(), key=lambda parameter: parameter.ndim)
+    assert gap(ClipsMatrices(vectors_first, lr=0.1), model, False) > SPARED
+    assert gap(ClipsMatrices(model.parameters(), lr=0.1), model, False) > SPARED
+    assert gap(ClipsMatrices([{"params": [p]} for p in model.parameters()], lr=0.1), model, False) > SPARED
+
+
+def test_an_optimizer_that_couples_at_a_peak_is_told() -> None:
+    """The gradients of the trial were largest in its second step, when there was no mean yet."""
+    model = Net()
+    assert gap(ClipsPeaks(model.parameters(), lr=0.1), model, False) > SPARED
+
+
+def coupled_in_an_update() -> Proof:
+    model = Net()
+    return proof_of(model, data(), optimizer=ClipsMatrices(model.parameters(), lr=0.1))
+
+
+def test_a_proof_tells_that_an_update_differs(pool: Pool) -> None:
+    """It blamed the forward and the cuts, whose losses and gradients it had found equal."""
+    (proof,) = pool.run(coupled_in_an_update, 1)
+    assert proof.in_update and "after step 1 differs" in proof.reason and "optimizer's step" in proof.reason, proof
 
 
 def schedule_free() -> Proof:
