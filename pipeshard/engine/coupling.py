@@ -8,10 +8,11 @@ propagate parameter names from weights and gradients to all values computed from
 user's own optimizer, which may begin to couple parameters after its trial (engine/optimizer_trial.py).
 """
 
+import sys
 import weakref
 from bisect import bisect, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from posixpath import commonpath
 from typing import Any, NamedTuple
 
@@ -50,6 +51,12 @@ class Number(NamedTuple):
 
 LoopTag = str | Stream | Number  # a str is the name of a parameter
 NO_LOOP_TAGS: frozenset[LoopTag] = frozenset()
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Context manager in which compiled functions run eagerly. If torch's compiler is not imported, whose import takes
+    seconds, nothing is compiled."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class Coupling:
@@ -109,7 +116,7 @@ class Coupling:
         self.is_watching = True
         end_of_deleted()
         if update is not None:  # torch.compile with fullgraph=True fails in a mode
-            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+            self._eagerly.enter_context(eagerly())
         enter_below(*self._modes)
 
     def end(self) -> None:

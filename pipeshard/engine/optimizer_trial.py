@@ -25,6 +25,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.coupling import eagerly
 from pipeshard.engine.groups import keep, options_per_parameter
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
@@ -165,7 +166,7 @@ def _gap_of_few(
     by_methods = _gap(start, lambda values: _called(optimizer, model, values, methods), sliced) if methods else 0.0
     if by_methods > SPARED:
         return by_methods
-    with mode, torch.compiler.set_stance("force_eager"):  # torch.compile with fullgraph=True fails in a mode
+    with mode, eagerly():  # torch.compile with fullgraph=True fails in a mode
         return _gap(start, lambda values: _stepped(optimizer, model, values), sliced)
 
 
