@@ -185,7 +185,7 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
         advice = "Resize the embeddings before booster.boost"
     elif what in (*CONVERTING, "_apply", "share_memory_"):
         advice = "Move or convert a model before booster.boost, or pass precision=... to PipelinePlugin"
-    if what in MERGING:
+    elif what in MERGING:
         advice = (
             "Merge adapters before booster.boost, or in the model that pipeshard.to_sequential(model, rank=0) (call it "
             "on every rank) returns on rank 0, or save merged weights with booster.checkpoint_io.save_model(model, "

@@ -273,8 +273,8 @@ class Pipeline:
             bits |= WRITTEN * self.gradients.follow(adopts=train)
             # Before the ranks have exchanged what they train now, a trace would be wrong, and stay cached.
             found = None if changes else self._find(asked, batches, looks=False)
-            if self.uncuts and not train:
-                bits |= UNMERGED * (changes or (found is not None and not _merges(asked.outputs, found, batches)))
+            if self.uncuts and not train and found is not None:
+                bits |= UNMERGED * (not _merges(asked.outputs, found, batches))
             ways = -1 if found is None else self.traces.number(found)
             return News(bits, ways, *self.gradients.updates.numbers)
 
@@ -310,7 +310,12 @@ class Pipeline:
             cut = self.cuts.microbatches(batches)
             with self.precision.running(), tracing(self.traces, batches, cut, criterion, asked.outputs.needed):
                 self.traces.losses.prove(batches, cut, criterion, self.grid.world)
-        if agreed.news & UNMERGED:
+        unmerged = bool(agreed.news & UNMERGED)
+        if agreed.news & TRAINED and self.uncuts and not train:  # a rank may have found its ways only now
+            unmerged = bool(
+                gather(torch.tensor(int(not _merges(asked.outputs, found, batches))), self.grid.world).any()
+            )
+        if unmerged:
             self.cuts.uncut(batches)
             found = self._find(asked, batches)
             with self.precision.running():

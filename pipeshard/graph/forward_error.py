@@ -31,7 +31,7 @@ def _remedy(batch: Batch, error: Exception) -> str:
     if isinstance(batch.data, dict) and unknown in batch.data:
         return (
             f"To pass {unknown} only to the criterion, name it '{FOR_CRITERION}{unknown}'. If the forward takes the "
-            "whole dict as its argument, let the dataloader return (batch,)"
+            "whole dict as its argument, let the dataloader return (batch,), which the criterion also receives"
         )
     shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
     return (
