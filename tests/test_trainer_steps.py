@@ -521,7 +521,8 @@ def test_a_stream_that_ends_within_a_window_is_named(pool: Pool, tmp_path: Path)
 
 
 class Asking(TrainerCallback):
-    """Asks for a save, an evaluation and a stop in different steps, each on one rank of two. Keeps what happens."""
+    """Asks for a save, an evaluation and a save after it, and a stop in different steps, each on one rank of two. Keeps
+    what happens."""
 
     def __init__(self, is_first: bool, is_last: bool) -> None:
         self.is_first, self.is_last = is_first, is_last
@@ -541,6 +542,7 @@ class Asking(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen.append(("evaluate", state.global_step))
+        control.should_save = self.is_first
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen.append(("end", state.global_step))
@@ -575,7 +577,7 @@ def saved_on_one_rank(folder: str) -> str:
 def test_a_callback_of_one_rank_acts_on_all(pool: Pool, tmp_path: Path) -> None:
     """A time limit that passed on rank 0 one step earlier than on rank 1: rank 0 left the loop, and gloo ended its
     process with SIGABRT, since the next messages of the ranks had different sizes. No error named the callback."""
-    expected = [("save", 2), ("evaluate", 3), ("end", 4)]
+    expected = [("save", 2), ("evaluate", 3), ("save", 3), ("end", 4)]
     assert pool.run(asked, 1, str(tmp_path / "one"), 1) == [expected]
     assert pool.run(asked, 2, str(tmp_path / "two"), 2) == [expected] * 2
     for said in pool.run(saved_on_one_rank, 2, str(tmp_path / "one")):

@@ -434,6 +434,7 @@ class Front:
             "get_train_dataloader": self._noted,
             "training_step": self._completed,
             "_maybe_log_save_evaluate": self._acted,
+            "_evaluate": self._evaluated,
         }
         for name, around in wrappers.items():
             setattr(self, name, partial(around, getattr(self, name)))  # also for methods that a subclass overrides
@@ -492,8 +493,14 @@ class Front:
         agree(self.control, world)
         acts = self.control.should_log or self.control.should_evaluate or self.control.should_save
         act(*args, **kwargs)
-        if acts:  # on_log, on_evaluate and on_save may also ask to stop
+        if acts:  # on_log and on_save may also ask to stop
             agree(self.control, world)
+
+    def _evaluated(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate during training, and save afterwards if on_evaluate of any rank asks for it."""
+        metrics = evaluate(*args, **kwargs)
+        agree(self.control, self.pipeline.grid.world)
+        return metrics
 
 
 def pipelined(trainer: type[Trainer]) -> Any:
