@@ -182,7 +182,7 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
         "folder). Get the full model with pipeshard.to_sequential(model). Call these on every rank"
     )
     if what == "resize_token_embeddings":
-        advice = "Resize the embeddings before booster.boost"
+        advice = "Resize the embeddings before booster.boost, or before the Trainer is constructed"
     elif what in (*CONVERTING, "_apply", "share_memory_"):
         advice = "Move or convert a model before booster.boost, or pass precision=... to PipelinePlugin"
     elif what in MERGING:
@@ -217,6 +217,8 @@ class Guarded:
             return name in (argument if state_dict is None else state_dict)
         if self.name == "state_dict":
             return not options.get("keep_vars") and not looks_held()
+        if self.name == "resize_token_embeddings":
+            return argument not in (None, self.module.get_input_embeddings().weight.shape[0])
         return state_dict is None  # otherwise the caller's own state_dict is saved
 
 
@@ -237,7 +239,7 @@ def guard(model: nn.Module) -> None:
     for module in model.modules():
         if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
             for name in (*GUARDED, *MERGING):
-                if hasattr(type(module), name):
+                if hasattr(type(module), name) and name not in module.__dict__:  # unless set on the instance
                     module.__dict__[name] = Guarded(module, name)
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -79,10 +80,16 @@ def test_what_a_rank_does_not_hold_is_refused_before_anything_is_done(pool: Pool
     assert not list(tmp_path.iterdir())
 
 
+def norms(model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
+    return {name: value for name, value in nn.Module.state_dict(model, keep_vars=True).items() if "norm" in name}
+
+
 def used(folder: str) -> list[Any]:
     """What needs no values, or has them: all of it works."""
-    split = Split(zoo.build("llama"), 2, zoo.batch("llama"), num_microbatches=2)
-    model, whole, path = split.model.unwrap(), zoo.build("llama"), Path(folder)
+    model, whole, path = zoo.build("llama"), zoo.build("llama"), Path(folder)
+    setattr(model, "state_dict", MethodType(norms, model))  # noqa: B010
+    split = Split(model, 2, zoo.batch("llama"), num_microbatches=2)
+    model = split.model.unwrap()
     split.model.to("cpu").float()
     part = {name: torch.zeros_like(p) for name, p in split.held.items()}
     model.load_state_dict(part, strict=False)
@@ -90,8 +97,10 @@ def used(folder: str) -> list[Any]:
     torch.optim.AdamW(model.parameters()).zero_grad()
     model.requires_grad_(True)
     copied = to_sequential(split.model)
-    copied.state_dict()
+    rows = model.get_input_embeddings().num_embeddings
     return [
+        model.state_dict().keys() == copied.state_dict().keys() == norms(whole).keys(),
+        model.resize_token_embeddings(rows) is model.resize_token_embeddings() is model.get_input_embeddings(),
         not any(bool(p.any()) for p in split.held.values()),
         model.num_parameters() == whole.num_parameters(),
         model.get_memory_footprint() == whole.get_memory_footprint(),
@@ -101,7 +110,8 @@ def used(folder: str) -> list[Any]:
 
 
 def test_bookkeeping_works(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(used, 2, str(tmp_path)) == [[True] * 5] * 2
+    """A `state_dict` that the user had set on the model was replaced, and sizes that do not change were refused."""
+    assert pool.run(used, 2, str(tmp_path)) == [[True] * 7] * 2
 
 
 def alone(folder: str) -> list[float]:
