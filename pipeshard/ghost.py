@@ -218,7 +218,7 @@ class Guarded:
         if self.name == "state_dict":
             return not options.get("keep_vars") and not looks_held()
         if self.name == "resize_token_embeddings":
-            return argument not in (None, self.module.get_input_embeddings().weight.shape[0])
+            return argument not in (None, self.module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         return state_dict is None  # otherwise the caller's own state_dict is saved
 
 
