@@ -57,12 +57,14 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
             f"{type(state[strange[0]]).__name__}, but a checkpoint contains only tensors: return a tensor from "
             "get_extra_state, or use a buffer"
         )
-    if strange := [name for name, t in state.items() if t.layout != torch.strided or t.dtype == torch.complex128]:
-        raise CheckpointError(
-            f"{strange[0]} of this {type(module).__name__} has the layout {state[strange[0]].layout} and the dtype "
-            f"{state[strange[0]].dtype}, which safetensors files do not support: register the buffer with "
-            "persistent=False, or with a dense tensor of another dtype"
-        )
+    for name, value in state.items():
+        if value.layout != torch.strided or value.is_quantized or value.dtype in (torch.complex32, torch.complex128):
+            has = f"layout {value.layout}" if value.layout != torch.strided else f"dtype {value.dtype}"
+            raise CheckpointError(
+                f"{name} of this {type(module).__name__} has the {has}, which safetensors files, to which each stage "
+                "saves its part, do not support: use a dense tensor of another dtype, or, if it is a buffer, register "
+                "it with persistent=False"
+            )
     held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
     own = {first: saved[first] for first in sorted(held)}
     own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers and extra states
