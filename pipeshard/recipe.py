@@ -36,6 +36,12 @@ COLUMNS = {
     "reward": [["chosen", "rejected"], ["chosen_ids", "rejected_ids"], ["chosen_input_ids", "rejected_input_ids"]],
     "grpo": [["prompt"], ["environment"]],
 }
+# What a row must have in these columns; by default, token ids, or a text or a list of turns.
+NEEDS = {
+    "messages": "a list of turns, each with role and content",
+    "conversations": "a list of turns, each with from and value",
+    "environment": "the name of an environment",
+}
 # Functions of trl.rewards that make a reward function, with the arguments of TRL's own script.
 MAKERS = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -331,17 +337,16 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
                 f"test_split_size={settings.test_split_size} requires data of a known length, but dataset_streaming is "
                 "set: remove one of the two. Without test_split_size, dataset_test_split names the split for evaluation"
             )
-        with explained(partial(unsplit, settings, len(train))):
+        try:
             train, test = train.train_test_split(settings.test_split_size, seed=settings.seed).values()
+        except ValueError as error:
+            raise ConfigurationError(
+                f"test_split_size={settings.test_split_size} cannot hold out a part of {len(train)} samples: set a "
+                "fraction between 0 and 1 that leaves samples for both parts"
+            ) from error
     elif settings.eval_strategy != "no":
         test = split_of(splits, "dataset_test_split", settings)
     return train, test if settings.eval_strategy != "no" else None
-
-
-def unsplit(settings: Namespace, samples: int, error: Exception) -> ConfigurationError:
-    return ConfigurationError(
-        f"test_split_size={settings.test_split_size} cannot hold out a part of {samples} samples: {error}"
-    )
 
 
 def split_of(splits: Mapping[str, Any], which: str, settings: Namespace) -> Any:
@@ -392,31 +397,31 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
     if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return
     has, name = data.column_names, settings.dataset_name
-    with explained(partial(unreadable_data, name)):
-        data.data.validate(full=True)  # the JSON reader does not check the encoding
-    if kind == "sft" and trl().is_conversational_from_value(first_row(data)):
-        return  # TRL converts the turns
+    if data.info.builder_name == "json":  # its reader does not check the encoding
+        with explained(partial(unreadable_data, name)):
+            data.data.validate(full=True)
     text = getattr(settings, "dataset_text_field", "text")
     ways = [[text if column == "text" else column for column in way] for way in COLUMNS[kind]]
+    if kind == "sft" and trl().is_conversational_from_value(first_row(data)):
+        ways = [["conversations"]]  # TRL converts the turns
     way = next((way for way in ways if set(way) <= set(has)), None)
     if way is None:
         *first, last = [" and ".join(way) for way in ways]
         needs = ", or ".join(([", ".join(first)] if first else []) + [last])
         columns = f"column{'s' * (len(has) != 1)} {', '.join(has)}"
         raise ConfigurationError(f"{name} has the {columns}, but {kind} needs {needs}: rename or add columns")
+    place = name if data.split in (None, settings.dataset_train_split) else f"the split {data.split} of {name}"
     for column in way:
+        is_ids = column.endswith("ids")
+        needs = NEEDS.get(column, "a list of token ids" if is_ids else "a text or a list of turns")
         for number, value in suspects(data, column):
-            if column == "messages" and not is_chat(value):
-                needs = "a list of turns, each with role and content"
-            elif value is None or isinstance(value, int | float) or (value == [] and not column.endswith("ids")):
-                needs = "a text or a list of turns"
-            else:
-                continue
-            raise ConfigurationError(f"{column} in row {number} of {name} must be {needs}, got {str(value)[:60]}")
+            is_missing = value is None or isinstance(value, int | float) or (value == [] and not is_ids)
+            if is_missing or (column == "messages" and not is_chat(value)):
+                raise ConfigurationError(f"{column} in row {number} of {place} must be {needs}, got {str(value)[:60]}")
 
 
 def suspects(data: Any, column: str) -> list[tuple[int, Any]]:
-    """The numbers and the values of rows to check: the first hundred, and the first one that is null or empty."""
+    """The numbers and the values of rows to check: the first hundred, and the first of all that is null or empty."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -93,8 +93,10 @@ def check_sources(kind: str, settings: Namespace) -> None:
     folder = folder_of(settings)
     if not settings.datasets:
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error contains the readers' log messages
-        data = rows(settings)[0]
+        data, held_out = rows(settings)
         refuse_columns(kind, settings, data)
+        if held_out is not None:
+            refuse_columns(kind, settings, held_out)
         refuse_no_template(kind, settings, data, folder)
     if kind == "grpo":
         refuse_no_rewards(settings)

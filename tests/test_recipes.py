@@ -555,6 +555,12 @@ CHAT_TURNS = '{"role": "user", "content": "a"}'
         ("sft", f'{{"messages": [{CHAT_TURNS}]}}\n' * 150 + '{"messages": []}', "messages in row 151 of "),
         ("sft", '{"story": "a"}\n{"story": null}', "story in row 2 of "),
         ("sft", '{"story": "a"}\n{"story": 3}', "story in row 2 of "),
+        (
+            "sft",
+            '{"conversations": [{"from": "a", "value": "b"}]}\n{"conversations": null}',
+            "conversations in row 2 of ",
+        ),
+        ("reward", '{"chosen_ids": [1], "rejected_ids": null}', "rejected_ids in row 1 of "),
         ("sft", '{"story": "caf\udce9"}', "chats.jsonl cannot be read: ArrowInvalid: "),
         ("sft", '{"text": "a"}\n\n{"text": oops}\n', "chats.jsonl cannot be read: "),
         ("sft", "", "chats.jsonl is empty"),
@@ -592,7 +598,12 @@ def test_data_is_checked_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "chats.csv").write_text("a,b\n1,2")
     with mock.patch.object(tuning, "start_ranks") as start:
         ended = said("sft", "--config", toy(tmp_path), f"--dataset_name={tmp_path}/chats.csv")
+        (tmp_path / "both").mkdir()
+        (tmp_path / "both/train.jsonl").write_text('{"text": "a"}')
+        (tmp_path / "both/test.jsonl").write_text('{"text": "a"}\n{"text": null}')
+        held_out = said("sft", "--config", toy(tmp_path), f"--dataset_name={tmp_path}/both", "--eval_strategy=epoch")
     assert ended.exit_code == 1 and "chats.csv has the columns a, b, but sft needs" in ended.output
+    assert held_out.exit_code == 1 and f"text in row 2 of the split test of {tmp_path}/both must" in held_out.output
     assert not start.called
 
 
@@ -858,7 +869,7 @@ def test_data_is_a_file_a_folder_or_a_split(tmp_path: Path) -> None:
     ):
         recipe.rows(settings)
     settings.test_split_size = 37
-    with pytest.raises(ConfigurationError, match="test_split_size=37 cannot hold out a part of 36 samples"):
+    with pytest.raises(ConfigurationError, match="=37 cannot hold out a part of 36 samples: set a fraction"):
         recipe.rows(settings)
     settings.test_split_size = 0.25
     train, test = recipe.rows(settings)
