@@ -192,8 +192,8 @@ class PipelineOptimizer(Optimizer):
             raise UsageError(
                 f"this state dict does not contain parameter names, and this rank updates {updated} of the optimizer's "
                 f"{given} parameters. If it is from an optimizer that is not boosted, load it before booster.boost, "
-                "which keeps this rank's states. If this rank saved it from optimizer.unwrap() or with pipeshard 0.2.0, "
-                "call optimizer.unwrap().load_state_dict(state) on the same ranks. Otherwise, call "
+                "which keeps this rank's states. If this rank saved it from optimizer.unwrap(), or with pipeshard "
+                "0.2.0, call optimizer.unwrap().load_state_dict(state) on the same ranks. Otherwise, call "
                 "booster.save_optimizer(optimizer, folder, shard=True) and booster.load_optimizer(optimizer, folder) "
                 "on every rank"
             )
