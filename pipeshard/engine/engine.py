@@ -312,6 +312,7 @@ class Pipeline:
                 self.traces.losses.prove(batches, cut, criterion, self.grid.world)
         unmerged = bool(agreed.news & UNMERGED)
         if agreed.news & TRAINED and self.uncuts and not train:  # a rank may have found its ways only now
+            assert found is not None
             unmerged = bool(
                 gather(torch.tensor(int(not _merges(asked.outputs, found, batches))), self.grid.world).any()
             )
