@@ -95,13 +95,15 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
         copied = copy.deepcopy(model, memo)
     for module, new in zip(model.modules(), copied.modules(), strict=True):
         for key, value in module.__dict__.items():
+            if new.__dict__.get(key) is not value:  # no addition, or a compiled module, whose constructor copies it
+                continue
             if isinstance(value, Interception):
-                new.__dict__.pop(key, None)  # a compiled module's copy is a new one, without this attribute
+                del new.__dict__[key]
                 original = value.original.plain if isinstance(value.original, Sliced) else value.original
                 if getattr(original, "__func__", None) is not type(module).forward:  # set on the instance by the user
                     new.__dict__[key] = copy.deepcopy(original, memo)
             elif isinstance(value, Sliced | Guarded):
-                new.__dict__.pop(key, None)
+                del new.__dict__[key]
             elif isinstance(value, Recomputation):
                 new.__dict__[key] = copy.deepcopy(value.checkpoint, memo)
     for module in copied.modules():
