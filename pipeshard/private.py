@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import overrides
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -49,8 +50,11 @@ OF_COMPILER = "_dynamo"  # prefix of attributes that compiled functions set on t
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 OpOverload = torch._ops.OpOverload
+# The own values of F.linear, torch.addmm and torch.embedding
+PLAIN_FUNCTIONS = torch._C._nn.linear, torch._C._VariableFunctions.addmm, torch._C._VariableFunctions.embedding
 disabled_torch_function = torch._C._disabled_torch_function_impl
 graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
+function_modes = overrides._get_current_function_mode_stack
 functorch_is_active = torch._C._are_functorch_transforms_active
 functorch_unwrapped = torch._C._functorch.get_unwrapped
 profiler_is_enabled = torch._C._autograd._profiler_enabled
@@ -86,7 +90,12 @@ def leave_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
 
 def modes_entered() -> list[TorchDispatchMode | TorchFunctionMode]:
     """The modes that are active in this thread."""
-    return [*of_dispatch._get_current_dispatch_mode_stack(), *overrides._get_current_function_mode_stack()]
+    return [*of_dispatch._get_current_dispatch_mode_stack(), *function_modes()]
+
+
+def in_dual_level() -> bool:
+    """Whether a `torch.autograd.forward_ad.dual_level` is active, so that tensors may have tangents."""
+    return forward_ad._current_level >= 0
 
 
 def _rearrange(mode: TorchDispatchMode | TorchFunctionMode, is_entered: bool) -> None:

@@ -19,10 +19,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from pipeshard.distributed.collectives import laid_out
@@ -30,14 +28,22 @@ from pipeshard.engine.coupling import Watching
 from pipeshard.engine.grad_sync import grad_dtype, has_hooks
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.units import Interception
-from pipeshard.private import DeviceContext, functorch_is_active, modes_entered, saved_tensors_hooks, will_execute
+from pipeshard.private import (
+    PLAIN_FUNCTIONS,
+    DeviceContext,
+    function_modes,
+    functorch_is_active,
+    in_dual_level,
+    saved_tensors_hooks,
+    will_execute,
+)
 from pipeshard.replaced import replaced
 from pipeshard.split.packed import Packed
 
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
 LEAST_TRAINED = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
-# The modules of hooks on saved tensors that do not change them: activation checkpoints, and offload="activations"
-HARMLESS = "torch.utils.checkpoint", "pipeshard.engine.offload"
+# The modules of hooks on saved tensors that do not change them: checkpoints, save_on_cpu and offload="activations"
+HARMLESS = "torch.utils.checkpoint", "torch.autograd.graph", "pipeshard.engine.offload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +195,7 @@ class _Deferred:
     def __init__(self, deferral: Deferral, module: nn.Module, kind: Any, plain: Callable[..., Any]) -> None:
         self.deferral, self.module, self.kind, self.plain = deferral, module, kind, plain
         self.is_large_lookup = _is_large_lookup(kind, module)
+        self.is_plain = False  # also in a checkpoint's second pass, which does not run in the modes of the first
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -214,7 +221,8 @@ class _Deferred:
             return False
         if torch.is_autocast_enabled(x.device.type):  # autograd must differentiate autocast's casts
             return False
-        if _functions_are_replaced() or _is_saved_by_user() or unpack_dual(x).tangent is not None:
+        self.is_plain = self.is_plain or in_dual_level() or _functions_are_replaced()
+        if self.is_plain or _is_saved_by_user():
             return False
         # torch sums in a different order if the input of a linear layer is not contiguous
         return x.numel() > 0 and _is_ordinary(x) and (self.kind is _Embedding or x.is_contiguous())
@@ -223,10 +231,9 @@ class _Deferred:
 def _functions_are_replaced() -> bool:
     """Whether the user has replaced functions that these layers call, such as F.linear by one that quantizes weights,
     or intercepts functions in a mode. Their gradients may then differ from those of torch's own functions."""
-    if not all(_is_defined_in(F, function) for function in (F.linear, F.embedding, torch.addmm)):
+    if (F.linear, torch.addmm, torch.embedding) != PLAIN_FUNCTIONS or not _is_defined_in(F, F.embedding):
         return True
-    modes = [mode for mode in modes_entered() if isinstance(mode, TorchFunctionMode)]
-    return not all(isinstance(mode, Watching | DeviceContext) for mode in modes)
+    return not all(isinstance(mode, Watching | DeviceContext) for mode in function_modes())
 
 
 def _is_saved_by_user() -> bool:
@@ -237,7 +244,7 @@ def _is_saved_by_user() -> bool:
 
 
 def _is_defined_in(module: Any, function: Any) -> bool:
-    return inspect.isbuiltin(function) or getattr(function, "__globals__", None) is vars(module)
+    return getattr(function, "__globals__", None) is vars(module)
 
 
 def _is_deferrable(parameter: Tensor) -> bool:

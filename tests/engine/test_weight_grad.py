@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.nn.utils import prune
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -187,7 +188,7 @@ def _straight_through(weight: Tensor) -> Tensor:
 class Quantizes(TorchFunctionMode):
     """Changes the weight of every linear layer and embedding."""
 
-    place: ClassVar[dict[Any, int]] = {F.linear: 1, F.embedding: 1, torch.addmm: 2}
+    place: ClassVar[dict[Any, int]] = {F.linear: 1, F.embedding: 1, torch.embedding: 0, torch.addmm: 2}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.place:
@@ -226,9 +227,10 @@ def _replacing(owner: Any, name: str) -> Iterator[None]:
         _packing,
         lambda: _replacing(F, "linear"),
         lambda: _replacing(F, "embedding"),
+        lambda: _replacing(torch, "embedding"),
         lambda: _replacing(torch, "addmm"),
     ],
-    ids=["mode", "saved", "linear", "embedding", "addmm"],
+    ids=["mode", "saved", "linear", "embedding", "embedding of torch", "addmm"],
 )
 def test_functions_of_the_users_own_are_differentiated(quantizing: Any) -> None:
     """A user replaced F.linear by one that quantizes weights. Where dW waited for W, the gradients were those of
@@ -244,10 +246,26 @@ def test_functions_of_the_users_own_are_differentiated(quantizing: Any) -> None:
     assert_same(gradients(model), gradients(plain))
 
 
-def test_under_a_default_device_layers_are_deferred() -> None:
-    """A default device is a mode that changes no gradient: W would have nothing to do."""
+def test_a_mode_of_a_first_pass_alone() -> None:
+    """A checkpoint recomputes outside of the modes of its first pass, and deferred only there: "Recomputed values for
+    the following tensors have different metadata", of a model that trains in one process."""
+    model, plain = layers(), layers()
+    deferral = Deferral([model])
+    with deferral.installed():
+        with BaseTorchFunctionMode():
+            loss, pending = checkpoint(model, ids(0), use_reentrant=False), deferral.begin()
+        loss.backward()
+        deferral.finish(pending)
+    plain(ids(0)).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("mode", [torch.device("cpu"), torch.autograd.graph.save_on_cpu()], ids=["device", "saved"])
+def test_in_harmless_modes_layers_are_deferred(mode: Any) -> None:
+    """A default device, or saving on the CPU, changes no gradient: W would have nothing to do."""
     deferral = Deferral([model := layers()])
-    with deferral.installed(), torch.device("cpu"):
+    with deferral.installed(), mode:
         loss, pending = model(ids(0)), deferral.begin()
         loss.backward()
     assert len(pending) == 4
@@ -371,6 +389,8 @@ def test_layers_have_forward_derivatives() -> None:
     x, tangent = torch.randn(2, 4), torch.randn(2, 4)
     with Deferral([layer]).installed(), forward_ad.dual_level():
         found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
+        of_bias = functional_call(layer, {"bias": forward_ad.make_dual(layer.bias, torch.ones(3))}, x)
+        assert torch.equal(forward_ad.unpack_dual(of_bias).tangent, torch.ones(2, 3))
     assert torch.allclose(found, tangent @ layer.weight.t())
 
 
