@@ -377,7 +377,9 @@ class PipelineOptimizer(Optimizer):
             def closed() -> Any:
                 self.gradients.coupling.end()  # what follows computes gradients
                 self._drop_gradients()
+                depth, self._depth = self._depth, 0  # an error of the closure is not one of the update
                 loss = closure()
+                self._depth = depth
                 self.copies.follow(adopts=True)
                 self._ready()
                 self._take_gradients()
@@ -410,7 +412,8 @@ class PipelineOptimizer(Optimizer):
         try:
             result = self.optim.step(*args, **kwargs)
         except Exception as error:
-            self._note_empty(error)
+            if self._depth:
+                self._note_empty(error)
             raise
         finally:
             self.is_stepping = False
@@ -426,15 +429,15 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _note_empty(self, error: Exception) -> None:
-        """Add a note to an error of the inner optimizer if groups have no gradients on this rank: in one process, the
-        same groups have some, so the optimizer's class may never have met such a group."""
+        """Add a note to an error of an update if groups have no gradients on this rank: in one process, the same groups
+        have some, so the optimizer's class may never have met such a group."""
         groups = enumerate(self.optim.param_groups)
         empty = [str(k) for k, group in groups if all(stored_grad(parameter) is None for parameter in group["params"])]
         if empty and not isinstance(error, PipeshardError):
             error.add_note(
-                f"{NOTE}group {', '.join(empty)} of {type(self.optim).__name__} has no gradients on "
-                f"{self.grid.named(self.grid.mesh.rank)}, because its parameters are frozen or on other ranks. If this "
-                "is the cause, let `step` skip a group without gradients: `if not gradients: continue`"
+                f"{NOTE}{self.grid.named(self.grid.mesh.rank)} has no gradients for group{'s' * (len(empty) > 1)} "
+                f"{', '.join(empty)} of {type(self.optim).__name__}, whose parameters are frozen or on other ranks. If "
+                "this is the cause, let `step` skip a group in which no parameter has a gradient"
             )
 
     def _before_update(self, *_: Any) -> None:

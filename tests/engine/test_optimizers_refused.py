@@ -286,9 +286,31 @@ def with_an_empty_group() -> str:
 
 def test_a_group_that_is_empty_on_one_stage_is_named(pool: Pool) -> None:
     """torch's "Tensor list must have at least one tensor", of a class that trains in one process, named no group."""
-    told = "group 0 of Listed has no gradients on rank 0 (stage 0), because its parameters are frozen or on other ranks"
+    told = "rank 0 (stage 0) has no gradients for group 0 of Listed, whose parameters are frozen or on other ranks"
     first, second = pool.run(with_an_empty_group, 2)
-    assert told in first and "skip a group without gradients" in first and second == ""
+    assert told in first and "skip a group in which no parameter has a gradient" in first and second == ""
+
+
+def with_an_error_of_a(kind: str) -> list[str]:
+    def fails(*_: Any) -> None:
+        optimizer.zero_grad()
+        raise ValueError(kind)
+
+    booster, model, optimizer = boosted(lambda m: SGD(m.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([data()]), model, None, optimizer)
+    if kind == "hook":
+        optimizer.optim.register_step_pre_hook(fails)
+    try:
+        optimizer.step(*[fails] * (kind == "closure"))
+    except ValueError as error:
+        return list(getattr(error, "__notes__", ()))
+    return ["no error"]
+
+
+@pytest.mark.parametrize("kind", ["hook", "closure"])
+def test_an_error_of_the_users_own_has_no_note_on_groups(pool: Pool, kind: str) -> None:
+    """Before the gradients are in the groups, all groups were said to have none."""
+    assert pool.run(with_an_error_of_a, 2, kind) == [[], []]
 
 
 def not_of_this_model() -> list[str]:
