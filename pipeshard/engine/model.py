@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -134,12 +135,18 @@ ASKED_BY = {
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
 }
 
-# A thread of transformers would call this rank's part as if it were the whole model, and would only log the errors.
-NOT_CONTINUOUS = (
-    "continuous batching needs all layers of the model on one rank, but this rank holds only a part. Instead of "
-    "generate_batch, or of generate with cache_implementation='paged', call model.generate(...) of the boosted model "
-    "(in a Trainer: trainer.generate(...)) on every rank, with the prompts as one padded batch"
-)
+# Methods that need all layers on this rank
+NEED_ALL = {
+    CONTINUOUS: (  # a thread of transformers would call this rank's part, and would only log the errors
+        "continuous batching needs all layers of the model on one rank, but this rank holds only a part. Instead of "
+        "generate_batch, or of generate with cache_implementation='paged', call model.generate(...) of the boosted "
+        "model (in a Trainer: trainer.generate(...)) on every rank, with the prompts as one padded batch"
+    ),
+    "update_and_allocate": (
+        "AdaLoRA chooses the rank of each adapter from the gradients of all layers, but this rank has only those of "
+        "its stage. Use LoraConfig (rank_pattern sets the rank of single layers), or pp_size=1"
+    ),
+}
 
 LATER = (
     "model.generate was set after booster.boost, but the stages call the `generate` that the model had at boost. Set "
@@ -185,8 +192,9 @@ class PipelineModel(nn.Module):
         self.checkpoint_io: Any = None  # the plugin's, which tracks asynchronous saves
         guard(module)
         if self.whole is None:
-            for each in (each for each in module.modules() if hasattr(type(each), CONTINUOUS)):
-                vars(each)[CONTINUOUS] = Refused(each, CONTINUOUS, NOT_CONTINUOUS)
+            for each, (name, why) in product(module.modules(), NEED_ALL.items()):
+                if hasattr(type(each), name):
+                    vars(each)[name] = Refused(each, name, why)
 
     @property
     def training(self) -> bool:

@@ -31,7 +31,6 @@ from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.lone import Lone
 from pipeshard.graph.rng import seeded
-from pipeshard.hf import is_of_peft
 
 logger = logging.getLogger("pipeshard")
 FEW = 2  # the number of parameters of each group in the first trial, and in the second of each kind in each group
@@ -58,12 +57,6 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     sharded = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
     if grid.pp_size == 1 and not sharded and not (config.zero_stage and grid.dp_size > 1):
         return
-    if grid.pp_size > 1 and any(is_of_peft(module, "AdaLoraModel") for module in model.modules()):
-        raise ConfigurationError(
-            "AdaLoRA chooses the rank of each adapter from the gradients of all layers (update_and_allocate), but each "
-            "process has only those of its stage: use LoraConfig (rank_pattern sets the rank of single layers), or "
-            "pp_size=1"
-        )
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             f"{name} computes its update direction from the gradients of all parameters together, but each rank "
