@@ -65,7 +65,7 @@ def _of_all_samples(model: nn.Module, sample: Batch, of_trace: Callable[..., Dat
     if unread and (flow.watched or flow.deltas(sample) is None):
         with suppress(TraceError):
             whole = of_trace(sample, exact=True)
-            return whole if len(_unread(model, whole)) < len(unread) else flow
+            return whole if _unread(model, whole) < unread else flow
     return flow
 
 
@@ -121,7 +121,7 @@ def divided(
         costs=costs,
     )
     cuts = [f"{call.unit} in stage {stage}" for call, stage in zip(flow.calls, policy.stages, strict=True)]
-    compare_ranks({"the partition of the model": cuts}, grid.world, grid.named)
+    compare_ranks({"the partition of the model (which depends on dry_run_input)": cuts}, grid.world, grid.named)
     return policy
 
 

@@ -50,10 +50,10 @@ class Partition:
         known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in flow.occurrences]
         new = [unit for unit, k in known if k < 0]
         stages = tuple(self.stages.get(key, 0) for key in known)
-        places = [f"{unit} (on stage {stage})" for (unit, _), stage in zip(known, stages)]
         falls = [k for k in range(1, len(stages)) if stages[k] < stages[k - 1]]
         if new or falls:
-            other = f"{places[falls[0]]} after {places[falls[0] - 1]}" if not new else f"{new[0]}, which no stage has"
+            places = [f"{unit} (on stage {stage})" for (unit, _), stage in zip(known, stages)]
+            other = new[0] if new else f"{places[falls[0]]} after {places[falls[0] - 1]}"
             raise TraceError(
                 f"the model calls {other}, unlike in the trace of boost. If this depends on the batch, pass "
                 "dry_run_input=<a batch of this kind> to PipelinePlugin, or use one kind of batch per boost. If it "
