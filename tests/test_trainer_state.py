@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import datetime
 import enum
+import gc
 import random
 import threading
 from contextlib import nullcontext
@@ -19,16 +21,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import TrainerMemoryTracker
 
+import pipeshard
 from pipeshard.distributed.collectives import decode, encode
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from pipeshard.trainer.kept import KeptState, _changed_by_threads
+from pipeshard.trainer.stand_ins import SPLIT, SplitModel
 from tests import zoo
 from tests.pool import Pool, WorkerError
-from tests.trainers import TASKS, differences, launched, logs, padded, trainer
+from tests.trainers import LOGGED, TASKS, differences, halved, launched, logs, padded, texts, trainer
+from tests.unsplit import largest_error
 
 LATE = 3  # the first step that keeps something
 LISTED: list[Tensor] = []
@@ -479,16 +484,68 @@ def test_what_a_thread_of_a_callback_changes_is_its_own(pool: Pool, tmp_path: Pa
     assert first == second and first[0] == LATE + 1 and first[1] > 0
 
 
+def one_after_another(case: str, folder: str, plugin: dict[str, Any] | None) -> Any:
+    """Two Trainers train one model. Returns their logs, the last evaluation, and the folder that the second saves."""
+    with launched() if plugin else nullcontext():
+        options: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
+        others = {**options, "learning_rate": 0.1, "optim": "sgd", "per_device_train_batch_size": 3}
+        own, more = {"compute_loss_func": halved}, {"model": zoo.build("llama-tied")}
+        is_early = case == "is made first"
+        first = trainer("causal", folder, plugin, more | ({} if is_early else own), **options)
+        if not is_early:
+            first.train()
+            more["model"] = first.model if case == "follows" else first.model_wrapped
+        second = trainer("causal", folder, plugin, more | (own if is_early else {}), **others)
+        found = []
+        if is_early:
+            first.train()
+        if case == "remains":
+            found.append(logs(first))
+            del first, more
+            gc.collect()
+        second.train()
+        found += [logs(second), [second.evaluate()]]
+        second.save_model(f"{folder}/{case}/{plugin is None}")
+        if case != "remains":
+            first.train()
+            found += [logs(first), [first.evaluate()]]
+        return [[{key: entry[key] for key in LOGGED if key in entry} for entry in each] for each in found]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("case", ["is made first", "follows", "remains"])
+def test_a_second_trainer_goes_on_with_the_model_of_the_first(pool: Pool, tmp_path: Path, case: str) -> None:
+    """In a notebook, one Trainer followed the other on one model, with another loss or data. On several stages, the
+    second was refused; now it trains the stages of the first, whose own training may go on after that, too."""
+    expected = one_after_another(case, str(tmp_path), None)
+    for found in pool.run(one_after_another, 2, case, str(tmp_path), {"pp_size": 2}, timeout=120):
+        for one, other in zip(found, expected, strict=True):
+            assert differences(one, other, 3e-6) == []
+    saved, plain = (AutoModelForCausalLM.from_pretrained(tmp_path / case / str(kind)) for kind in (False, True))
+    pairs = zip(saved.parameters(), plain.parameters(), strict=True)
+    assert largest_error((one - other).detach().abs().max() for one, other in pairs) < 1e-6
+
+
 def again(folder: str) -> None:
     with launched():
         first = trainer("causal", folder, {"pp_size": 2}, max_steps=1)
         first.train()
-        with pytest.raises(ConfigurationError, match=r"another Trainer.*save_model\(folder\)"):
-            trainer("causal", folder, {"pp_size": 2}, {"model": first.model}, max_steps=1).train()
+        with pytest.raises(ConfigurationError, match=r"num_microbatches=1, but PipelineTrainer.*save_model\(folder\)"):
+            trainer("causal", folder, {"pp_size": 2, "num_microbatches": 6}, {"model": first.model}).train()
+        boosted = zoo.build("llama-tied")
+        pipeshard.PipelinePlugin(pp_size=2, num_microbatches=1, dry_run_input=padded(texts(2))).configure(boosted)
+        with pytest.raises(ConfigurationError, match=r"booster.boost.*save_model\(folder\)"):
+            trainer("causal", folder, {"pp_size": 2}, {"model": boosted}).train()
         first.train()
 
 
 @pytest.mark.turns
-def test_a_model_that_was_split_is_not_split_again(pool: Pool, tmp_path: Path) -> None:
+def test_a_model_that_was_split_in_another_way_is_not_trained(pool: Pool, tmp_path: Path) -> None:
     """A second Trainer on it said that ranks differ in what is trained."""
     pool.run(again, 2, str(tmp_path))
+
+
+def test_a_copy_of_a_split_model_has_no_stages() -> None:
+    """A copy of a sharded model also copied process groups, which raised TypeError."""
+    boosted: Any = SimpleNamespace()
+    assert copy.deepcopy({SPLIT: SplitModel(boosted)}) == {SPLIT: None}

@@ -868,6 +868,28 @@ def test_groups_of_what_a_rank_trains_are_compared(pool: Pool, late: bool) -> No
     pool.run(trained_of_a_rank, 2, late, timeout=120)
 
 
+def trained_on_one_rank() -> list[bool]:
+    """Whether a step changes each parameter of a rank, if the first rank trains none."""
+    sides = Sides({}, verify=False)
+    for _, parameter in sides.held():
+        parameter.requires_grad_(dist.get_rank() == 1)
+    trained = [parameter for parameter in sides.model.parameters() if parameter.requires_grad]
+    made = torch.optim.SGD([{"params": trained}, {"params": [], "weight_decay": 0.1}], lr=0.1)
+    sides.engine.boost(sides.engine.model, made)
+    before = values(sides.model)
+    sides.split_loss(sides.batches(0))
+    sides.engine.optimizer.step()
+    return [not torch.equal(*pair) for pair in zip(before, values(sides.model), strict=True)]
+
+
+@pytest.mark.turns
+def test_groups_may_be_empty_on_a_rank_that_trains_nothing(pool: Pool) -> None:
+    """An optimizer of what required a gradient on a boosted model, such as one of adapters on one stage, raised
+    IndexError where a rank trained no parameter."""
+    first, second = pool.run(trained_on_one_rank, 2)
+    assert first and second and not any(first) and all(second)
+
+
 def rates_of_ranks(kind: str) -> list[str]:
     """What is told of an optimizer of what a rank trains: with a rate of the rank, or with rates of layers."""
     sides, told = Sides({}, verify=False), listening()

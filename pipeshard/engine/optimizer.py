@@ -228,7 +228,7 @@ class PipelineOptimizer(Optimizer):
         """Keep in the groups only the parameters that this rank updates, each replaced with the `master` of its
         MasterWeight. Empty groups remain, since schedulers identify a group by its position."""
         fresh = self._fresh()
-        if not fresh:
+        if not fresh and len(self.optim.param_groups) <= len(self.given):
             return
         added = {name: self.gradients.weights[name] for name in fresh.values() if name in self.gradients.weights}
         if twice := sorted(added.keys() & self.weights.keys()):

@@ -122,12 +122,16 @@ def refuse_default_device() -> None:
         )
 
 
+def differing(config: PipelineConfig, other: PipelineConfig) -> str | None:
+    """The name of the first argument that differs, or None."""
+    texts, others = texts_of(config.of_all_ranks), texts_of(other.of_all_ranks)
+    return next((name for name in texts if texts[name] != others[name]), None)
+
+
 def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
     """Raise ConfigurationError if a boosted model is boosted again by a plugin with different arguments, which would
     have no effect."""
-    texts, others = texts_of(config.of_all_ranks), texts_of(other.of_all_ranks)
-    name = next((name for name in texts if texts[name] != others[name]), None)
-    if name is not None:
+    if (name := differing(config, other)) is not None:
         raise ConfigurationError(
             f"this model was boosted with {name}={getattr(config, name)!r}, but the plugin of this call has "
             f"{name}={getattr(other, name)!r}: use the plugin that boosted the model, or boost "

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from pipeshard.config import PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.distributed.mesh import num_replicas
+from pipeshard.engine.refusals import differing
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.replaced import replaced
@@ -120,14 +121,30 @@ def refuse_prepared(loader: Any, where: str) -> None:
         )
 
 
+WHOLE = (
+    "save the model (trainer.save_model(folder), or booster.save_model(model, folder, shard=True)) and pass the model "
+    "that from_pretrained(folder) returns"
+)
+
+
 def refuse_split(model: nn.Module, name: str) -> None:
-    """Raise ConfigurationError for a model that is already split into stages, so that this rank holds only a part."""
+    """Raise ConfigurationError for a model whose parameters were split by something other than a Trainer of this model,
+    so that this rank holds only a part."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
-            f"{name} got an instance of {type(model).__name__} that another Trainer, or booster.boost, has already "
-            "split: no rank holds all of it. Call train() of that Trainer again, or save the model "
-            "(trainer.save_model(folder), or booster.save_model(model, folder, shard=True)) and pass the model that "
-            "from_pretrained(folder) returns"
+            f"{name} got an instance of {type(model).__name__} whose parameters booster.boost, or a Trainer of a model "
+            f"that shares them, has already split: no rank holds all of it. Pass the model of that Trainer, or {WHOLE}"
+        )
+
+
+def refuse_other_arguments(config: PipelineConfig, other: PipelineConfig, name: str) -> None:
+    """Raise ConfigurationError if a Trainer called `name` would run stages that were made with other arguments."""
+    if (argument := differing(config, other)) is not None:
+        raise ConfigurationError(
+            f"another Trainer has split this model with {argument}={getattr(config, argument)!r}, but {name} needs "
+            f"{argument}={getattr(other, argument)!r}: give both the same arguments of PipelinePlugin and the same "
+            "bf16, fp16 and torch_compile (num_microbatches is divided by gradient_accumulation_steps), or "
+            f"{WHOLE}"
         )
 
 

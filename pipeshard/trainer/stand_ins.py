@@ -37,6 +37,7 @@ from pipeshard.trainer.refusals import refuse_prepared
 from pipeshard.trainer.serialization import Pickled, ValueReader, ValueWriter, sending
 
 REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
+SPLIT = "_pipeshard_split"  # attribute of a model that a Trainer has split: a SplitModel
 
 
 class Boosts(Protocol):
@@ -278,6 +279,17 @@ class ModuleStandIn:
         if name.startswith("__") or name == "module":
             raise AttributeError(name)
         return getattr(self.module, name)
+
+
+class SplitModel:
+    """Keeps the stages of a model for later Trainers, as long as the model exists. In a copy of the model, it is None,
+    since process groups can be neither copied nor pickled."""
+
+    def __init__(self, boosted: PipelineModel) -> None:
+        self.boosted = boosted
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class StagesStandIn(ModuleStandIn):

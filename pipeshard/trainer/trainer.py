@@ -26,6 +26,7 @@ from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.load import refuse_ignored_adapters
 from pipeshard.checkpoint.optimizer import check_savable
 from pipeshard.checkpoint.random_state import set_random_state
+from pipeshard.config import PipelineConfig
 from pipeshard.data.first_samples import first_samples
 from pipeshard.data.order import refuse_unseeded
 from pipeshard.data.seeded import share_generators
@@ -60,13 +61,14 @@ from pipeshard.trainer.refusals import (
     refuse_blank_reference,
     refuse_callback,
     refuse_class,
+    refuse_other_arguments,
     refuse_precision,
     refuse_prepared,
     refuse_split,
     refusing_resize,
 )
 from pipeshard.trainer.rollouts import Rollouts
-from pipeshard.trainer.stand_ins import PipelineAccelerator, StagesStandIn
+from pipeshard.trainer.stand_ins import SPLIT, PipelineAccelerator, SplitModel, StagesStandIn
 from pipeshard.trainer.stopping import agree, stop_together
 from pipeshard.trainer.written import Written
 
@@ -141,26 +143,39 @@ class Loop(Evaluation):
         return self._stages
 
     def _boosted(self, model: nn.Module, objective: Objective | None) -> StagesStandIn:
-        refuse_split(model, type(self).__name__)
-        config, args = self.pipeline.config, self.args
-        changes: dict[str, Any] = {"loss_reduction": "batch", **cut_arguments(config, args.gradient_accumulation_steps)}
+        """Split a model, or adopt the stages of a model that another Trainer has split."""
+        config, name = self._config, type(self).__name__
+        if (split := vars(model).get(SPLIT)) is not None:
+            refuse_other_arguments(split.boosted.pipeline.asked, config, name)
+            with replaced(self.pipeline, config=config):
+                boosted, *_ = self.pipeline.configure(split.boosted)
+            return StagesStandIn(self.pipeline, model, boosted)
+        refuse_split(model, name)
         sample = self._sample() if config.dry_run_input is None else config.dry_run_input
         if objective is not None and self.is_predicted(sample):
             objective = None  # traced in the first step of training, if any
         elif objective is not None or config.dry_run_input is None:
             sample = self._as_given(sample)
-        changes["dry_run_input"] = sample
-        changes |= self._precision
-        if args.torch_compile and not config.compile:
-            given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-            changes["compile"] = {name: value for name, value in given.items() if value} or True
-        with replaced(self.pipeline, config=replace(config, **changes)):
-            window = args.gradient_accumulation_steps
+        with replaced(self.pipeline, config=replace(config, dry_run_input=sample)):
+            window = self.args.gradient_accumulation_steps
             boosted, *_ = self.pipeline.configure(model, None, objective, num_batches=window)
         boosted.pipeline.criterion = None  # the criterion is only for training
         if folder := getattr(model, "_pretrained", None):
             io_of(boosted).load_model(boosted, folder)
+        if boosted.whole is None:
+            vars(model)[SPLIT] = SplitModel(boosted)
         return StagesStandIn(self.pipeline, model, boosted)
+
+    @property
+    def _config(self) -> PipelineConfig:
+        """The plugin's arguments, changed by those of the Trainer."""
+        config, args = self.pipeline.config, self.args
+        changes: dict[str, Any] = {"loss_reduction": "batch", **cut_arguments(config, args.gradient_accumulation_steps)}
+        changes |= self._precision
+        if args.torch_compile and not config.compile:
+            given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+            changes["compile"] = {name: value for name, value in given.items() if value} or True
+        return replace(config, **changes)
 
     @property
     def _precision(self) -> dict[str, Any]:
@@ -369,7 +384,7 @@ class Loop(Evaluation):
     def _is_whole(self) -> bool:
         """Whether every rank holds all values of the model, and transformers can save it."""
         saves_itself = isinstance(self.model, PreTrainedModel) or is_of_peft(self.model, "PeftModel")
-        return self._stages is None and saves_itself and not is_blank(self.model)
+        return saves_itself and self._stages is None and SPLIT not in vars(self.model) and not is_blank(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model. Call it on every rank: each rank writes its part. The first rank saves a transformers or peft
@@ -425,6 +440,9 @@ class Front:
         if not isinstance(pipeline, PipelinePlugin):
             raise ConfigurationError(f"pipeline must be a PipelinePlugin, got {pipeline!r}")
         model = args[0] if args else kwargs.get("model")
+        if isinstance(model, StagesStandIn):  # model_wrapped of another Trainer
+            model = model.module
+            args, kwargs = ((model, *args[1:]), kwargs) if args else (args, {**kwargs, "model": model})
         if isinstance(model, PipelineModel):
             raise ConfigurationError(
                 f"{type(self).__name__} boosts the model itself: pass the original model, not a boosted one"

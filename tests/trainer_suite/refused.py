@@ -64,9 +64,6 @@ FOLDERS = Reason(
     "the test itself creates and removes checkpoint folders on both ranks at once, in a shared folder",
     "nothing: Trainer's own rotation runs on one rank only",
 )
-SECOND = Reason(
-    2, "the test passes a model that one Trainer has split to a second Trainer", "make a new model for each Trainer"
-)
 FILES = Reason(
     2,
     "the test reads the whole model from the file model.safetensors, but each stage writes its own part to a file",
@@ -94,12 +91,10 @@ REFUSED = {
     "test_resume_from_interrupted_training": UNITS,
     "test_log_level": LOGS,
     "test_can_resume_training": STATE,
+    "test_multiple_peft_adapters": STATE,
     "test_resume_training_with_frozen_params": STATE,
     "test_resume_training_with_gradient_accumulation": STATE,
     "test_checkpoint_rotation": FOLDERS,
-    "test_dynamic_shapes": SECOND,
-    "test_logging_inf_nan_filter": SECOND,
-    "test_resume_training_with_different_batch_size": SECOND,
     "test_auto_batch_size_with_resume_from_checkpoint": BATCH_SIZE,
     "test_load_best_model_at_end": FILES,
     "test_load_best_model_from_safetensors": FILES,
