@@ -17,6 +17,7 @@ from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.dependent import dependent_text, failing, is_of_model
 from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.optimizer_trial import is_known
 from pipeshard.errors import BatchError, PartitionError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.indices import checking_indices
@@ -42,9 +43,9 @@ BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
     "or in the criterion",
     "backward": "All units return the same results: the difference begins in the backward pass",
-    "update": "All losses and gradients until then are equal: the difference begins in the optimizer's step. Probably, "
-    "it couples parameters (through a norm over several, or its own list of parameters), but each rank updates only a "
-    "part of the parameters. Use another optimizer, or max_norm to clip",
+    "update": "All losses and gradients until then are equal up to rounding. Probably, the optimizer's step couples "
+    "parameters (through a norm over several, or its own list of parameters), but each rank updates only a part of the "
+    "parameters: use another optimizer, or max_norm to clip. Or a forward or a hook writes to a trained parameter",
 }
 
 
@@ -59,7 +60,7 @@ class Proof:
     `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
     with padding differ from whole samples, or that they fail, with an attention_mask and without one. `remedy`: advice
     for an unproven model, or "". `one_sided`: whether the split model raised an error on samples on which the unsplit
-    model runs. `in_update`: whether the models differ only after the optimizer's step.
+    model runs. `in_update`: whether the models differ only after the step of a user's own optimizer.
     """
 
     kind: str
@@ -473,10 +474,11 @@ class _Proving:
 
     def _located(self, difference: Different) -> Different:
         """The error, extended by the unit or part of the step where the difference begins, if this can be found."""
-        if not difference.part:
-            return difference
+        is_update, optimizer = difference.part == "update", self.given.optimizer
+        if not difference.part or (is_update and (optimizer is None or is_known(optimizer))):
+            return Different(str(difference))
         try:
-            where = "" if difference.part == "update" else self._sides(None).first_unit()
+            where = "" if is_update else self._sides(None).first_unit()
         except Exception as error:  # the difference is then reported without its location
             logger.debug("the difference was not located: %s: %s", type(error).__name__, error)
             return difference
