@@ -196,6 +196,13 @@ def test_parameters_of_each_kind_are_tried() -> None:
     assert gap(ClipsMatrices([{"params": [p]} for p in model.parameters()], lr=0.1), model, False) > SPARED
 
 
+def test_a_trial_with_a_parameter_without_dimensions_runs() -> None:
+    """Its moves have one dimension less than others: boost warned that the trial had failed, and did not refuse."""
+    model = Net()
+    parameters = [*model.parameters(), nn.Parameter(torch.ones(()))]
+    assert gap(SGD(parameters, lr=0.1), model, False) < SPARED < gap(Clipping(parameters, lr=0.1), model, False)
+
+
 def test_an_optimizer_that_couples_at_a_peak_is_told() -> None:
     """The gradients of the trial were largest in its second step, when there was no mean yet."""
     model = Net()
