@@ -417,16 +417,44 @@ class Compiled(torch.optim.SGD):
         return super().step(closure)
 
 
-def told_of(kind: type[torch.optim.Optimizer], steps: int) -> list[str]:
-    """What is told of updates by an optimizer of a user's."""
+class ClipsLateBeforeItsClosure(ClipsLate):
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        if closure is not None:
+            closure()
+
+
+def told_of(kind: type[torch.optim.Optimizer], steps: int, count: int = 0, step_of: Any = update) -> list[str]:
+    """What is told of updates by an optimizer of a user's, resumed after `count` updates."""
     told = listening()
-    sides = Sides({}, lambda model: kind(model.parameters(), lr=0.1, momentum=0.9), verify=False)
+    sides = Sides({}, lambda model: kind(of_two_rates(model), lr=0.1, momentum=0.9), verify=False)
     del told[:]
+    sides.optimizer.count = count
     for step in range(steps):
         trains(sides, step)
-        update(sides)
+        step_of(sides)
     trains(sides, 0)
     return told
+
+
+def of_two_rates(model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of Net's parameters; ranks have other rates."""
+    half = len(layers := list(model.layers)) // 2
+    first = [p for part in (model.embed, *layers[:half]) for p in part.parameters()]
+    return [
+        {"params": first},
+        {"params": [p for p in model.parameters() if all(p is not o for o in first)], "lr": 0.05},
+    ]
+
+
+def logs_and_updates(sides: Sides) -> None:
+    assert sum(gradient.norm().item() for gradient in gradients(weights(sides))) > 0
+    update(sides)
+
+
+def updates_by_a_closure(sides: Sides) -> None:
+    sides.optimizer.step(lambda: None)
+    sides.optimizer.zero_grad()
 
 
 @pytest.mark.turns
@@ -435,6 +463,25 @@ def test_an_optimizer_that_begins_to_couple_after_its_trial_is_warned_of(pool: P
     """The trial has ten steps: from the 13th on, each stage clipped by its own norm, silently."""
     first, second = pool.run(told_of, 2, kind, 16, timeout=120)
     assert len(first) == 1 and re.search(r"step of ClipsLate changed|optimizer's own step", first[0]) and not second
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("kind", "how"), [(ClipsLate, update), (ClipsLateBeforeItsClosure, updates_by_a_closure)])
+def test_a_resumed_optimizer_that_couples_is_warned_of(pool: Pool, kind: type[ClipsLate], how: Any) -> None:
+    """It couples from its first step in this process on, as the trial saw, whose finding was for an independent one.
+    What it did before its closure was told as done by the loop."""
+    first, second = pool.run(told_of, 2, kind, 2, 20, how, timeout=120)
+    assert len(first) == 1 and "step of ClipsLate" in first[0] and not second
+
+
+class Lion(torch.optim.SGD):
+    """An optimizer of a user's that updates each parameter alone."""
+
+
+@pytest.mark.turns
+def test_a_log_before_a_step_is_not_one_of_the_step(pool: Pool) -> None:
+    """The norms that a loop had logged made the constants of the optimizer's step suspicious, which differ by rank."""
+    assert pool.run(told_of, 2, Lion, 16, 0, logs_and_updates, timeout=120) == [[], []]
 
 
 @pytest.mark.processes

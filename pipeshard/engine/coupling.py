@@ -17,16 +17,18 @@ from posixpath import commonpath
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from pipeshard.distributed.collectives import local
+from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.updates import Updates, is_sampled
 from pipeshard.ghost import Ghost
+from pipeshard.graph.lone import Lone
 from pipeshard.graph.operators import COLLECTIVES, SCALAR, draws, mutated, tensors_among
 from pipeshard.graph.rng import generator_of
 from pipeshard.graph.storage import storage_of
@@ -76,7 +78,7 @@ class Coupling:
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), PythonReads(self)
-        self._eagerly = ExitStack()  # contexts of an optimizer's step that is watched
+        self._stepping, self._within_step = "", ExitStack()  # class of the optimizer whose step is watched; contexts
         self.is_watching, self._calls = False, 0
         self._called = 0  # number of calls to pipeshard that have returned
 
@@ -95,11 +97,21 @@ class Coupling:
             self.begin()
             self._called += 1
 
-    def begin(self, update: int | None = None) -> None:
+    def begin(self) -> None:
         """Start watching the loop if this update is one of the watched updates, and some parameters are trained only on
-        other ranks. `update` is the number of an update by an optimizer's own step, which is watched instead."""
-        count = self._updates.count if self._updates.in_use() else self._called
-        if self.is_watching or not is_sampled(count if update is None else update):
+        other ranks."""
+        self._begin(self._updates.count if self._updates.in_use() else self._called)
+
+    def begin_step(self, optimizer: str, update: int) -> None:
+        """As `begin`, for the step of an optimizer of class `optimizer`; `update` counts its steps."""
+        self._begin(update)
+        if self.is_watching:
+            self._stepping = optimizer
+            self._within_step.enter_context(eagerly())  # torch.compile with fullgraph=True fails in a mode
+            self._within_step.enter_context(self._reads_suspended())
+
+    def _begin(self, count: int) -> None:
+        if self.is_watching or not is_sampled(count):
             return
         self._held = frozenset(name for name, weight in self._weights.items() if weight.parameter.requires_grad)
         optimized = ((each, w) for each in self._optimizers for w in each.weights.values() if w.parameter.requires_grad)
@@ -115,42 +127,35 @@ class Coupling:
             self._set(tensor, frozenset({name}))
         self.is_watching = True
         end_of_deleted()
-        if update is not None:  # torch.compile with fullgraph=True fails in a mode
-            self._eagerly.enter_context(eagerly())
         enter_below(*self._modes)
 
+    @contextmanager
+    def _reads_suspended(self) -> Iterator[None]:
+        """Context manager in which the loop's reads do not count, and after which reads within it do not count."""
+        before = self._read, self._has_read
+        self._read, self._has_read = set(), False
+        try:
+            yield
+        finally:
+            self._read, self._has_read = before
+
     def end(self) -> None:
-        """Stop watching the loop, and report coupled writes to the Updates."""
-        if not self._leave():
+        """Stop watching the loop, or an optimizer's step, and report coupled writes to the Updates."""
+        if not self.is_watching:
             return
-        self._updates.found = self._updates.found or self._coupled("The training loop")
+        self.is_watching = False
+        leave_below(*self._modes)
+        self._within_step.close()
+        stepping, self._stepping = self._stepping, ""
+        writer = f"The step of {stepping}" if stepping else "The training loop"
+        self._updates.found = self._updates.found or self._coupled(writer)
         for value, names in self._numbers().items():
-            for name in names:
-                self._updates.numbered.setdefault(name, set()).add(value)
-        self._updates.found = self._updates.found or self._drawn_in(self._values(), "{name}")
-        self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
-
-    def end_update(self, optimizer: str, is_tried: bool) -> bool:
-        """Stop watching the step of an optimizer of class `optimizer`, and return whether it combines parameters in its
-        operators. If `is_tried`, the trial has shown that the results are independent all the same (as of a batch of
-        matrices), otherwise report this to the Updates."""
-        if not self._leave():
-            return False
-        coupled = self._coupled(f"The step of {optimizer}")
-        if not is_tried:
-            self._updates.found = self._updates.found or coupled
-            shared = ((value, names) for value, names in self._numbers().items() if self._rest(names, least=2))
-            for value, names in shared:
-                self._updates.numbered.setdefault(min(names), set()).add(value)
-        return bool(coupled)
-
-    def _leave(self) -> bool:
-        """Stop watching, and return whether anything was watched."""
-        was_watching, self.is_watching = self.is_watching, False
-        if was_watching:
-            leave_below(*self._modes)
-            self._eagerly.close()
-        return was_watching
+            if not stepping or self._rest(names, least=2):  # a step may compute one for each parameter
+                for name in names:
+                    self._updates.numbered.setdefault(name, set()).add(value)
+        if not stepping:
+            self._updates.found = self._updates.found or self._drawn_in(self._values(), "{name}")
+            self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
 
     def _coupled(self, writer: str) -> str:
         """A message if `writer` has changed a tensor with a value of several parameters, otherwise ""."""
@@ -220,10 +225,14 @@ class Coupling:
         return min(rest, default=None)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator of the loop, and propagate tags from the tensors that the operator reads to the tensors that
-        it writes."""
+        """Call an operator of the loop, and propagate tags from the tensors that it reads to those that it writes."""
         drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NO_LOOP_TAGS
         result = func(*args, **kwargs)
+        self.follow(func, args, kwargs, result, drawn)
+        return result
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any, drawn: frozenset[LoopTag] = NO_LOOP_TAGS) -> None:
+        """Propagate tags through an operator that has run."""
         inputs = [*args, *kwargs.values()]
         written = [*tensors_among([result]), *mutated(func, args, kwargs)]
         if func.namespace in COLLECTIVES:
@@ -233,7 +242,16 @@ class Coupling:
             self._follow_each(func, inputs, result, written)
         else:
             self._follow(func, inputs, written, drawn)
-        return result
+
+    def follow_unnamed(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """As `follow`, but each nn.Parameter gets a tag when an operator first reads it. Return whether the operator
+        has changed a parameter with a value of several parameters."""
+        inputs = tensors_among([*args, *kwargs.values()])
+        for parameter in (each for each in inputs if isinstance(each, nn.Parameter) and not self._of([each])):
+            self._set(parameter, frozenset({str(storage_of(parameter))}))
+        self.follow(func, args, kwargs, result)
+        written = ((str(storage_of(tensor)), self._of([tensor])) for tensor in mutated(func, args, kwargs))
+        return any(own in tags and sum(isinstance(tag, str) for tag in tags) > 1 for own, tags in written)
 
     def _follow_each(self, func: Any, inputs: Sequence[Any], result: Any, written: Sequence[Tensor]) -> None:
         """Propagate tags through a foreach or fused operator, which combines only tensors at the same index of its
@@ -381,6 +399,27 @@ class PythonReads(Watching, TorchFunctionMode):
         if coupling is not None and func in READERS and not torch.compiler.is_compiling():
             coupling.read_by(args[:1])
         return func(*args, **(kwargs or {}))
+
+
+class Trial(Lone):
+    """Dispatch mode of an optimizer's trial: like Lone, it refuses collectives.
+
+    Attributes:
+        combines: whether a parameter was changed with a value of several parameters. If its update is independent of
+            the others all the same (as in a batch of matrices), a Coupling would report each step of the optimizer.
+    """
+
+    combines = False
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        self._tags = Coupling({}, {}, Updates(grid))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(func, OpOverload):
+            self.combines |= self._tags.follow_unnamed(func, args, kwargs or {}, result)
+        return result
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from pipeshard.engine.groups import UNCOMPARED, keep, move_overrides
 from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.optimizer_hooks import give_hooks
-from pipeshard.engine.optimizer_trial import SCALES, is_known
+from pipeshard.engine.optimizer_trial import is_watched
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.states import States, converted, filled
@@ -84,8 +84,6 @@ class PipelineOptimizer(Optimizer):
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
         self._count = 0  # number of its steps
-        # Whether its steps are watched: those of a known optimizer, or one that combines independent results, are not.
-        self._is_watched = not is_known(optim)
         self._depth = 0  # number of its nested calls whose pre-hooks have run, but whose post-hooks have not
         self._is_updated = False  # whether the parameters have the values of the current step
         give_hooks(optim)
@@ -375,7 +373,7 @@ class PipelineOptimizer(Optimizer):
             self.gradients.updates.evaluated = False  # the closure may compute the gradients
 
             def closed() -> Any:
-                self.gradients.coupling.end()  # what follows computes gradients
+                self.gradients.coupling.end()  # the closure computes gradients
                 self._drop_gradients()
                 depth, self._depth = self._depth, 0  # an error of the closure is not one of the update
                 loss = closure()
@@ -456,8 +454,8 @@ class PipelineOptimizer(Optimizer):
             self._count += 1
         self.copies.follow(adopts=True)  # a pre-hook may have written values
         self._take_gradients()
-        if self._depth == 1 and self._is_watched:
-            self.gradients.coupling.begin(self._count)
+        if self._depth == 1 and is_watched(self.optim):
+            self.gradients.coupling.begin_step(type(self.optim).__name__, self._count)
 
     def _after_update(self, *_: Any) -> None:
         """Copy the updated values to the parameters, and watch the writes of the user's post-hooks. This is the first
@@ -466,8 +464,7 @@ class PipelineOptimizer(Optimizer):
         if not self.is_stepping:
             return
         if self._depth == 0:
-            kind, is_tried = type(self.optim).__name__, self._count <= len(SCALES)
-            self._is_watched &= not self.gradients.coupling.end_update(kind, is_tried)
+            self.gradients.coupling.end()
         self.copies.take_values()
         self._is_updated = True
         if self._depth == 0:

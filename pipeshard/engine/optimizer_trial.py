@@ -12,6 +12,7 @@ import copy
 import inspect
 import logging
 import math
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -25,11 +26,10 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
-from pipeshard.engine.coupling import eagerly
+from pipeshard.engine.coupling import Trial, eagerly
 from pipeshard.engine.groups import keep, options_per_parameter
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
-from pipeshard.graph.lone import Lone
 from pipeshard.graph.rng import seeded
 
 logger = logging.getLogger("pipeshard")
@@ -42,6 +42,8 @@ KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules w
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
 Index = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
 Closure = Callable[[], Tensor]
+# Optimizers whose operators combine parameters in a trial that finds independent updates, or cannot run in a mode.
+UNWATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
@@ -70,7 +72,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             "with different values into different groups, use another optimizer, or use pp_size=1 without tp_size, "
             "ep_size, zero_stage and fsdp"
         )
-    known, lone = is_known(optimizer), Lone()
+    known, trial = is_known(optimizer), Trial(grid)
 
     def gaps(mode: AbstractContextManager[Any]) -> tuple[bool, bool]:
         couples = not known and gap(optimizer, model, False, mode) > SPARED
@@ -78,26 +80,29 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
     try:
         try:
-            couples, divides = gaps(lone)
+            couples, divides = gaps(trial)
         except Exception:
-            if lone.waiting is not None:
+            if trial.waiting is not None:
                 raise
             couples, divides = gaps(nullcontext())  # compiled code may not run in a dispatch mode
+            UNWATCHED.add(optimizer)
     except Exception as error:  # a user's class may raise anything
-        if grid.first and lone.waiting is None:
+        if grid.first and trial.waiting is None:
             logger.warning(
                 "could not check whether %s updates each parameter independently (%s: %s). If it does not, training "
                 "differs from training in one process",
                 name, type(error).__name__, error,
             )  # fmt: skip
         couples = divides = False
-    if lone.waiting is not None:
+    if trial.waiting is not None:
         raise ConfigurationError(
-            f"{name} exchanges tensors with all ranks {lone.waiting}, but each rank updates different parameters, so "
+            f"{name} exchanges tensors with all ranks {trial.waiting}, but each rank updates different parameters, so "
             "the exchange would mix tensors of different parameters. Use the optimizer's single-device variant "
             "(SingleDeviceMuon, torch.optim.Muon); to divide its state and work among replicas, pass zero_stage=1. Or "
             "use pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
         )
+    if trial.combines:
+        UNWATCHED.add(optimizer)
     if couples:
         raise ConfigurationError(
             f"{name} couples parameters: the update of a parameter depends on other parameters (through a norm or an "
@@ -115,6 +120,11 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith(KNOWN)
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether some of the optimizer's steps are watched, since it may begin to couple parameters."""
+    return not is_known(optimizer) and optimizer not in UNWATCHED
 
 
 def rounds_at_random(optimizer: Optimizer) -> bool:
