@@ -349,8 +349,8 @@ class Forward:
             own_progress().in_flight = False
             raise of_all(
                 UsageError(
-                    f"{type(pipeline.model).__name__} creates a cache in its forward after the layers of the first "
-                    "stage, which has no such cache: call model.generate(..., use_cache=False)"
+                    f"{type(pipeline.model).__name__} creates a cache in its forward on only some of the stages: "
+                    "call model.generate(..., use_cache=False)"
                 )
             )
         for rank, told in enumerate(of_ranks):
