@@ -35,6 +35,11 @@ LAYERWISE = Reason(
     "the optimizer updates parameters during the backward, before all microbatches have added their gradients",
     "use the optim without _layerwise",
 )
+COUPLED = Reason(
+    2,
+    "GrokAdamW decays the momentum of a parameter by the parameter's index in its list, which differs between ranks",
+    "use optim='adamw_torch'",
+)
 DISPATCH = Reason(
     2,
     "with `dispatch_batches=True`, one rank reads the batches for all, but every stage must read the same batches",
@@ -73,6 +78,7 @@ FILES = Reason(
 REFUSED = {
     "test_resume_batch_order": BUFFER,
     "test_hyperparameter_search": SEARCH,
+    "test_grokadamw": COUPLED,
     "test_apollo_0_apollo_adamw": OBJECTS,
     "test_apollo_extra_args": OBJECTS,
     "test_galore_0_galore_adamw": OBJECTS,
