@@ -430,6 +430,8 @@ def told_of(kind: type[torch.optim.Optimizer], steps: int, count: int = 0, step_
     sides = Sides({}, lambda model: kind(of_two_rates(model), lr=0.1, momentum=0.9), verify=False)
     del told[:]
     sides.optimizer.count = count
+    for parameter in sides.optimizer.parameters if count else ():
+        sides.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     for step in range(steps):
         trains(sides, step)
         step_of(sides)
@@ -438,7 +440,7 @@ def told_of(kind: type[torch.optim.Optimizer], steps: int, count: int = 0, step_
 
 
 def of_two_rates(model: nn.Module) -> list[dict[str, Any]]:
-    """The groups of Net's parameters; ranks have other rates."""
+    """The groups of Net's parameters; each rank has another rate."""
     half = len(layers := list(model.layers)) // 2
     first = [p for part in (model.embed, *layers[:half]) for p in part.parameters()]
     return [
@@ -468,8 +470,8 @@ def test_an_optimizer_that_begins_to_couple_after_its_trial_is_warned_of(pool: P
 @pytest.mark.turns
 @pytest.mark.parametrize(("kind", "how"), [(ClipsLate, update), (ClipsLateBeforeItsClosure, updates_by_a_closure)])
 def test_a_resumed_optimizer_that_couples_is_warned_of(pool: Pool, kind: type[ClipsLate], how: Any) -> None:
-    """It couples from its first step in this process on, as the trial saw, whose finding was for an independent one.
-    What it did before its closure was told as done by the loop."""
+    """It couples from its first step in this process on. The trial, before the state was loaded, had found it
+    independent. What it did before its closure was told as done by the loop."""
     first, second = pool.run(told_of, 2, kind, 2, 20, how, timeout=120)
     assert len(first) == 1 and "step of ClipsLate" in first[0] and not second
 

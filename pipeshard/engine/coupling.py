@@ -11,7 +11,7 @@ user's own optimizer, which may begin to couple parameters after its trial (engi
 import sys
 import weakref
 from bisect import bisect, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from posixpath import commonpath
 from typing import Any, NamedTuple
@@ -79,6 +79,7 @@ class Coupling:
         self._drawn = 0
         self._modes = Operators(self), PythonReads(self)
         self._stepping, self._within_step = "", ExitStack()  # class of the optimizer whose step is watched; contexts
+        self._excuse: Callable[[], object] | None = None  # what a step that combines parameters calls instead
         self.is_watching, self._calls = False, 0
         self._called = 0  # number of calls to pipeshard that have returned
 
@@ -102,11 +103,12 @@ class Coupling:
         other ranks."""
         self._begin(self._updates.count if self._updates.in_use() else self._called)
 
-    def begin_step(self, optimizer: str, update: int) -> None:
-        """As `begin`, for the step of an optimizer of class `optimizer`; `update` counts its steps."""
+    def begin_step(self, optimizer: str, update: int, excuse: Callable[[], object] | None) -> None:
+        """As `begin`, for the step of an optimizer of class `optimizer`; `update` counts its steps. With `excuse`, a
+        step that combines parameters calls this function instead of being reported."""
         self._begin(update)
         if self.is_watching:
-            self._stepping = optimizer
+            self._stepping, self._excuse = optimizer, excuse
             self._within_step.enter_context(eagerly())  # torch.compile with fullgraph=True fails in a mode
             self._within_step.enter_context(self._reads_suspended())
 
@@ -147,12 +149,18 @@ class Coupling:
         leave_below(*self._modes)
         self._within_step.close()
         stepping, self._stepping = self._stepping, ""
-        writer = f"The step of {stepping}" if stepping else "The training loop"
-        self._updates.found = self._updates.found or self._coupled(writer)
-        for value, names in self._numbers().items():
-            if not stepping or self._rest(names, least=2):  # a step may compute one for each parameter
-                for name in names:
-                    self._updates.numbered.setdefault(name, set()).add(value)
+        coupled = self._coupled(f"The step of {stepping}" if stepping else "The training loop")
+        numbers = self._numbers()
+        if stepping:  # which may compute one for each parameter
+            numbers = {value: names for value, names in numbers.items() if self._rest(names, least=2)}
+            if self._excuse is not None:
+                if coupled or numbers:
+                    self._excuse()
+                return
+        self._updates.found = self._updates.found or coupled
+        for value, names in numbers.items():
+            for name in names:
+                self._updates.numbered.setdefault(name, set()).add(value)
         if not stepping:
             self._updates.found = self._updates.found or self._drawn_in(self._values(), "{name}")
             self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")

@@ -311,7 +311,7 @@ class Pipeline:
             with self.precision.running(), tracing(self.traces, batches, cut, criterion, asked.outputs.needed):
                 self.traces.losses.prove(batches, cut, criterion, self.grid.world)
         unmerged = bool(agreed.news & UNMERGED)
-        if agreed.news & TRAINED and self.uncuts and not train:  # a rank may have found its ways only now
+        if self.uncuts and not train and (not agreed.alike or agreed.news & TRAINED):  # found may be new
             assert found is not None
             unmerged = bool(
                 gather(torch.tensor(int(not _merges(asked.outputs, found, batches))), self.grid.world).any()

@@ -9,6 +9,7 @@ a single process group.
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,7 +26,7 @@ from pipeshard.engine.groups import UNCOMPARED, keep, move_overrides
 from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.optimizer_hooks import give_hooks
-from pipeshard.engine.optimizer_trial import is_watched
+from pipeshard.engine.optimizer_trial import SCALES, UNWATCHED, is_watched
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.states import States, converted, filled
@@ -84,6 +85,7 @@ class PipelineOptimizer(Optimizer):
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
         self._count = 0  # number of its steps
+        self._is_resumed = False  # whether there were states before the first of these
         self._depth = 0  # number of its nested calls whose pre-hooks have run, but whose post-hooks have not
         self._is_updated = False  # whether the parameters have the values of the current step
         give_hooks(optim)
@@ -455,7 +457,12 @@ class PipelineOptimizer(Optimizer):
         self.copies.follow(adopts=True)  # a pre-hook may have written values
         self._take_gradients()
         if self._depth == 1 and is_watched(self.optim):
-            self.gradients.coupling.begin_step(type(self.optim).__name__, self._count)
+            if self._count == 1:
+                self._is_resumed = bool(self.optim.state)
+            # The trial has shown that the first steps are independent, however they are computed.
+            is_tried = self._count <= len(SCALES) and not self._is_resumed
+            excuse = partial(UNWATCHED.add, self.optim) if is_tried else None
+            self.gradients.coupling.begin_step(type(self.optim).__name__, self._count, excuse)
 
     def _after_update(self, *_: Any) -> None:
         """Copy the updated values to the parameters, and watch the writes of the user's post-hooks. This is the first

@@ -84,8 +84,8 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         except Exception:
             if trial.waiting is not None:
                 raise
-            couples, divides = gaps(nullcontext())  # compiled code may not run in a dispatch mode
             UNWATCHED.add(optimizer)
+            couples, divides = gaps(nullcontext())  # compiled code may not run in a dispatch mode
     except Exception as error:  # a user's class may raise anything
         if grid.first and trial.waiting is None:
             logger.warning(
@@ -152,7 +152,7 @@ def gap(optimizer: Optimizer, model: nn.Module, sliced: bool, mode: AbstractCont
     same step. The optimizer's own methods are tested in addition to `step`, which runs in `mode`."""
     mode = mode or nullcontext()
     first, of_kinds = (_tiny(optimizer, sliced, FEW, by_kind) for by_kind in (False, True))
-    starts = [first] if first.keys() == of_kinds.keys() else [first, of_kinds]
+    starts = [first] if [*first] == [*of_kinds] else [first, of_kinds]  # the order decides on the halves
     try:
         return max(_gap_from(start, optimizer, model, sliced, mode) for start in starts)
     except Exception:  # the optimizer may need all parameters

@@ -194,6 +194,8 @@ def test_parameters_of_each_kind_are_tried() -> None:
     assert gap(ClipsMatrices(vectors_first, lr=0.1), model, False) > SPARED
     assert gap(ClipsMatrices(model.parameters(), lr=0.1), model, False) > SPARED
     assert gap(ClipsMatrices([{"params": [p]} for p in model.parameters()], lr=0.1), model, False) > SPARED
+    layers = [{"params": [*layer.parameters()]} for layer in model.modules() if isinstance(layer, nn.Linear)]
+    assert gap(ClipsMatrices(layers, lr=0.1), model, False) > SPARED
 
 
 def test_a_trial_with_a_parameter_without_dimensions_runs() -> None:
