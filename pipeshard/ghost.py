@@ -218,7 +218,9 @@ class Guarded:
         if self.name == "state_dict":
             return not options.get("keep_vars") and not looks_held()
         if self.name == "resize_token_embeddings":
-            return argument not in (None, self.module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+            rows = self.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+            size = options.get("new_num_tokens", argument)
+            return size not in (None, rows) or bool(options.get("pad_to_multiple_of"))
         return state_dict is None  # otherwise the caller's own state_dict is saved
 
 

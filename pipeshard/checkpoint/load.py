@@ -215,7 +215,7 @@ class _Plan:
         self.whole, self.source, self.holdings = model, source, holdings
         self.is_initial = of_base
         self.model = without_adapters(model)[1] if of_base else model
-        state = model.state_dict(keep_vars=True)  # ghosts also have shapes
+        state = type(model).state_dict(model, keep_vars=True)  # as in `owned`; ghosts also have shapes
         names = dict(zip(state, state)) if self.model is model else base_names(model)
         self.packed = dict(packed_layers(model))
         self.extra = {

@@ -50,7 +50,8 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     state_dict that is not a tensor, or that a file cannot contain.
     """
     module, policy = model.unwrap(), model.pipeline.policy
-    state, saved = module.state_dict(keep_vars=True), saved_names(module)
+    state = type(module).state_dict(module, keep_vars=True)  # not one that the user has set on the instance
+    saved = saved_names(module)
     if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(
             f"the state_dict of {type(module).__name__} contains {strange[0]} of type "

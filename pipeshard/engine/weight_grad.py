@@ -42,8 +42,8 @@ from pipeshard.split.packed import Packed
 
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
 LEAST_TRAINED = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
-# The modules of hooks on saved tensors that do not change them: checkpoints, save_on_cpu and offload="activations"
-HARMLESS = "torch.utils.checkpoint", "torch.autograd.graph", "pipeshard.engine.offload"
+# Hooks on saved tensors that do not change them: of checkpoints, of save_on_cpu and of offload="activations"
+HARMLESS = "torch.utils.checkpoint.", "torch.autograd.graph.save_on_cpu.", "pipeshard.engine.offload."
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,10 @@ def _is_saved_by_user() -> bool:
     """Whether hooks of the user receive the tensors that autograd saves. They would receive other tensors than those
     that torch's own layers save, such as the parameter itself instead of a view."""
     hooks = saved_tensors_hooks(False)
-    return hooks is not None and getattr(hooks[1], "__module__", None) not in HARMLESS
+    if hooks is None:
+        return False
+    unpack: Any = hooks[1]
+    return not f"{unpack.__module__}.{getattr(unpack, '__qualname__', '')}".startswith(HARMLESS)
 
 
 def _is_defined_in(module: Any, function: Any) -> bool:

@@ -384,7 +384,8 @@ class Loop(Evaluation):
     def _is_whole(self) -> bool:
         """Whether every rank holds all values of the model, and transformers can save it."""
         saves_itself = isinstance(self.model, PreTrainedModel) or is_of_peft(self.model, "PeftModel")
-        return saves_itself and self._stages is None and SPLIT not in vars(self.model) and not is_blank(self.model)
+        is_split = self._stages is not None or vars(self.model).get(SPLIT) is not None
+        return saves_itself and not is_split and not is_blank(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model. Call it on every rank: each rank writes its part. The first rank saves a transformers or peft

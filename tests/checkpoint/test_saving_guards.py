@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
 from pipeshard.checkpoint import lora, optimizer
@@ -59,6 +60,8 @@ def misused(folder: str) -> list[str]:
         refused(boosted.to, torch.float64),
         refused(model.share_memory),
         refused(model.resize_token_embeddings, 70),
+        refused(model.resize_token_embeddings, new_num_tokens=70),
+        refused(model.resize_token_embeddings, pad_to_multiple_of=7),
         refused(nn.utils.parameters_to_vector, model.parameters()),
     ]
     (path / "c").unlink(missing_ok=True)
@@ -97,6 +100,8 @@ def used(folder: str) -> list[Any]:
     torch.optim.AdamW(model.parameters()).zero_grad()
     model.requires_grad_(True)
     copied = to_sequential(split.model)
+    split.booster.save_model(split.model, path / "saved", shard=True)
+    saved = AutoModelForCausalLM.from_pretrained(path / "saved").state_dict()
     rows = model.get_input_embeddings().num_embeddings
     return [
         model.state_dict().keys() == copied.state_dict().keys() == norms(whole).keys(),
@@ -106,12 +111,14 @@ def used(folder: str) -> list[Any]:
         model.get_memory_footprint() == whole.get_memory_footprint(),
         [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()],
         "save_pretrained" not in vars(copied),
+        saved.keys() == whole.state_dict().keys() and not any(value.any() for value in saved.values()),
     ]
 
 
 def test_bookkeeping_works(pool: Pool, tmp_path: Path) -> None:
-    """A `state_dict` that the user had set on the model was replaced, and sizes that do not change were refused."""
-    assert pool.run(used, 2, str(tmp_path)) == [[True] * 7] * 2
+    """A `state_dict` that the user had set on the model was replaced, and sizes that do not change were refused. A save
+    must not follow this `state_dict`."""
+    assert pool.run(used, 2, str(tmp_path)) == [[True] * 8] * 2
 
 
 def alone(folder: str) -> list[float]:
