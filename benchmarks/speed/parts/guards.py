@@ -21,11 +21,11 @@ from benchmarks.speed.parts.work import spread
 from benchmarks.speed.section import Bar, Section, Table
 from pipeshard import PipelinePlugin
 from pipeshard.batch.read import read_batch
-from pipeshard.engine import traces as planning
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.step_guard import StepGuard
 from pipeshard.engine.updates import FIRST, Updates
+from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.snapshot import Flags
 from pipeshard.split.replay import Replay
 from pipeshard.verify.decide import alone
@@ -65,7 +65,7 @@ GUARDS: list[tuple[Any, str]] = [
     (Updates, "hooks_end"),
     (Updates, "numbers"),
     (StepGuard, "check"),
-    (planning, "_answers"),
+    (Dataflow, "deltas"),
 ]
 STAGES, STEPS = 2, 3  # per pipeline; per round
 WARM = FIRST + 1  # steps that trace, verify places and compare updates
