@@ -22,6 +22,7 @@ from pipeshard.graph.trace import trace
 from pipeshard.split.materialize import is_released
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy, find_policy
+from pipeshard.split.ties import used_parameters
 
 
 def traced(
@@ -61,19 +62,12 @@ def _of_all_samples(model: nn.Module, sample: Batch, of_trace: Callable[..., Dat
     """The Dataflow of a sample batch. It contains only its first, shortened samples, or all if others run more modules:
     adapters chosen by the language of each sample, or layers for long samples."""
     flow = of_trace(sample)
-    unread = _unread(model, flow)
-    if unread and (flow.watched or flow.deltas(sample) is None):
+    used = used_parameters(model, flow)
+    if used < {*model.parameters()} and (flow.watched or flow.deltas(sample) is None):
         with suppress(TraceError):
             whole = of_trace(sample, exact=True)
-            return whole if _unread(model, whole) < unread else flow
+            return whole if used < used_parameters(model, whole) else flow
     return flow
-
-
-def _unread(model: nn.Module, flow: Dataflow) -> set[str]:
-    """The names of the parameters that neither units nor glue read."""
-    of_units = tuple({f"{call.unit}." for call in flow.calls})
-    of_glue = frozenset[str]().union(*(use.parameters for use in flow.uses()))
-    return {name for name, _ in model.named_parameters() if name not in of_glue and not name.startswith(of_units)}
 
 
 @contextmanager

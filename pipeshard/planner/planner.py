@@ -34,7 +34,7 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.partition import Cost, Cuts, by_cost, is_profile, named_modules_of, speeds_of
 from pipeshard.split.policy import Policy, find_policy, is_plain
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
-from pipeshard.split.ties import glue_parameters, tie_on_meta
+from pipeshard.split.ties import glue_parameters, tie_on_meta, used_parameters
 
 # The order of preference for schedules that are about equally fast: the simplest first.
 SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min", AUTO)
@@ -198,9 +198,7 @@ def plan(
 
 def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
     """The number of parameters of each module whose parameters the trace does not use. Omits modules inside them."""
-    named = dict(model.named_parameters())
-    used = {p for call in flow.calls for p in model.get_submodule(call.unit).parameters()}
-    used |= {named[name] for name in glue_parameters(flow)}
+    used = used_parameters(model, flow)
     found = dict[str, int]()
     for path, module in model.named_modules():
         parameters, is_inside = set(module.parameters()), any(f"{path}.".startswith(f"{name}.") for name in found)

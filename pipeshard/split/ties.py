@@ -30,6 +30,13 @@ def glue_parameters(flow: Dataflow) -> frozenset[str]:
     return frozenset().union(*(use.parameters for use in flow.uses()))
 
 
+def used_parameters(model: nn.Module, flow: Dataflow) -> set[nn.Parameter]:
+    """The parameters of the units that the traced batch calls, and those that glue reads."""
+    named = dict(model.named_parameters())
+    used = {parameter for call in flow.calls for parameter in model.get_submodule(call.unit).parameters()}
+    return used.union(named[name] for name in glue_parameters(flow))
+
+
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of each parameter, keyed by its first name, in the order of registration."""
     names: dict[nn.Parameter, list[str]] = {}
