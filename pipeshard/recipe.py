@@ -45,7 +45,7 @@ NEEDS = {
 # Functions of trl.rewards that make a reward function, with the arguments of TRL's own script.
 MAKERS = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-LEAST = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "max_restarts": 0}
+MINIMUMS = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "max_restarts": 0}
 UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # not downloaded: weights in other formats
 
 
@@ -236,7 +236,7 @@ def checked_config(settings: Namespace) -> None:
     from pipeshard.config import PipelineConfig
     from pipeshard.trainer.refusals import cut_arguments
 
-    for name, least in LEAST.items():
+    for name, least in MINIMUMS.items():
         if not isinstance(number := getattr(settings, name), int) or number < least:
             raise ConfigurationError(f"{name} must be an integer of at least {least}, got {number}")
     with in_settings():

@@ -29,7 +29,7 @@ from pipeshard.distributed.collectives import decode, encode
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from pipeshard.trainer.kept import KeptState, _changed_by_threads
-from pipeshard.trainer.stand_ins import SPLIT, SplitModel
+from pipeshard.trainer.stand_ins import SPLIT, KeptStages
 from tests import zoo
 from tests.pool import Pool, WorkerError
 from tests.trainers import LOGGED, TASKS, differences, halved, launched, logs, padded, texts, trainer
@@ -548,4 +548,4 @@ def test_a_model_that_was_split_in_another_way_is_not_trained(pool: Pool, tmp_pa
 def test_a_copy_of_a_split_model_has_no_stages() -> None:
     """A copy of a sharded model also copied process groups, which raised TypeError."""
     boosted: Any = SimpleNamespace()
-    assert copy.deepcopy({SPLIT: SplitModel(boosted)}) == {SPLIT: None}
+    assert copy.deepcopy({SPLIT: KeptStages(boosted)}) == {SPLIT: None}

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipeshard.batch.tree import Alone, Tree, flatten, has_tensors, is_entries, map_tensors, tensors_in, text
+from pipeshard.batch.tree import Bare, Tree, flatten, has_tensors, is_entries, map_tensors, tensors_in, text
 from pipeshard.errors import BatchError, ConfigurationError, counted
 from pipeshard.hf import POSITIONS
 
@@ -143,7 +143,7 @@ class Batch:
 
     def for_criterion(self) -> Any:
         """The batch as the dataloader returned it (a mapping: as a dict)."""
-        return self.data[0] if self.tree.kind is Alone else self.data
+        return self.data[0] if self.tree.kind is Bare else self.data
 
     def map(self, fn: Callable[[str, Tensor, int | None], Tensor | None]) -> Self:
         """This batch with each tensor leaf replaced by fn(path, tensor, row dimension)."""

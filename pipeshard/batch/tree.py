@@ -37,7 +37,7 @@ Decide = Callable[[str, Sequence[Any]], bool]
 PathKey = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
 
 
-class Alone:
+class Bare:
     """The `kind` of the Tree of a batch that is not a container, but the only argument of the model."""
 
 
@@ -78,7 +78,7 @@ def flatten(
     """The paths of the leaves of a dataloader's result, the leaves, and the Tree that reassembles the result.
 
     An object that is not a mapping, tuple or list becomes a tuple with this object as its only entry, and the Tree's
-    kind is then Alone. A leaf is a tensor, a list or tuple without tensors (of strings, of one number per sample), a
+    kind is then Bare. A leaf is a tensor, a list or tuple without tensors (of strings, of one number per sample), a
     list or tuple with tensors for which `by_sample(path, list)` is true (one entry per sample), or any other object
     that is not a container. Dataclasses, namespaces and objects with tensors as attributes are reassembled without
     calling `__init__` or `__post_init__`.
@@ -104,7 +104,7 @@ def flatten(
         parts = tuple(walk(child, (*keys, key)) for key, child in children)
         return Tree(type(node), tuple(map(str, (key for key, _ in children))), parts, make)
 
-    tree = Tree(Alone, ("[0]",), (walk(data, (SequenceKey(0),)),), tuple) if is_alone else walk(data, ())
+    tree = Tree(Bare, ("[0]",), (walk(data, (SequenceKey(0),)),), tuple) if is_alone else walk(data, ())
     return tuple(paths), tuple(leaves), tree
 
 

@@ -409,12 +409,12 @@ class PythonReads(Watching, TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Trial(Lone):
+class OptimizerTrial(Lone):
     """Dispatch mode of an optimizer's trial: like Lone, it refuses collectives.
 
     Attributes:
         combines: whether a parameter was changed with a value of several parameters. If its update is independent of
-            the others all the same (as in a batch of matrices), a Coupling would report each step of the optimizer.
+            the others all the same (as in a batch of matrices), a Coupling would report each watched step.
     """
 
     combines = False

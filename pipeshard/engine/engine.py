@@ -313,9 +313,8 @@ class Pipeline:
         unmerged = bool(agreed.news & UNMERGED)
         if self.uncuts and not train and (not agreed.alike or agreed.news & TRAINED):  # found may be new
             assert found is not None
-            unmerged = bool(
-                gather(torch.tensor(int(not _merges(asked.outputs, found, batches))), self.grid.world).any()
-            )
+            merges = torch.tensor(int(_merges(asked.outputs, found, batches)))
+            unmerged = not gather(merges, self.grid.world).all()
         if unmerged:
             self.cuts.uncut(batches)
             found = self._find(asked, batches)

@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
-from pipeshard.engine.coupling import Trial, eagerly
+from pipeshard.engine.coupling import OptimizerTrial, eagerly
 from pipeshard.engine.groups import keep, options_per_parameter
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
@@ -42,7 +42,8 @@ KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules w
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
 Index = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
 Closure = Callable[[], Tensor]
-# Optimizers whose operators combine parameters in a trial that finds independent updates, or cannot run in a mode.
+# Optimizers whose operators combine parameters in a trial that finds independent updates, or in their first steps, or
+# whose step cannot run in a mode.
 UNWATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -72,7 +73,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             "with different values into different groups, use another optimizer, or use pp_size=1 without tp_size, "
             "ep_size, zero_stage and fsdp"
         )
-    known, trial = is_known(optimizer), Trial(grid)
+    known, trial = never_couples(optimizer), OptimizerTrial(grid)
 
     def gaps(mode: AbstractContextManager[Any]) -> tuple[bool, bool]:
         couples = not known and gap(optimizer, model, False, mode) > SPARED
@@ -118,13 +119,14 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         )
 
 
-def is_known(optimizer: Optimizer) -> bool:
+def never_couples(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is from one of the KNOWN modules."""
     return type(optimizer).__module__.startswith(KNOWN)
 
 
 def is_watched(optimizer: Optimizer) -> bool:
     """Whether some of the optimizer's steps are watched, since it may begin to couple parameters."""
-    return not is_known(optimizer) and optimizer not in UNWATCHED
+    return not never_couples(optimizer) and optimizer not in UNWATCHED
 
 
 def rounds_at_random(optimizer: Optimizer) -> bool:

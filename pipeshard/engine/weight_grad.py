@@ -43,7 +43,7 @@ from pipeshard.split.packed import Packed
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
 LEAST_TRAINED = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
 # Hooks on saved tensors that do not change them: of checkpoints, of save_on_cpu and of offload="activations"
-HARMLESS = "torch.utils.checkpoint.", "torch.autograd.graph.save_on_cpu.", "pipeshard.engine.offload."
+UNCHANGING_HOOKS = "torch.utils.checkpoint.", "torch.autograd.graph.save_on_cpu.", "pipeshard.engine.offload."
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def _is_saved_by_user() -> bool:
     if hooks is None:
         return False
     unpack: Any = hooks[1]
-    return not f"{unpack.__module__}.{getattr(unpack, '__qualname__', '')}".startswith(HARMLESS)
+    return not f"{unpack.__module__}.{getattr(unpack, '__qualname__', '')}".startswith(UNCHANGING_HOOKS)
 
 
 def _is_defined_in(module: Any, function: Any) -> bool:

@@ -121,7 +121,7 @@ def refuse_prepared(loader: Any, where: str) -> None:
         )
 
 
-WHOLE = (
+RELOAD = (
     "save the model (trainer.save_model(folder), or booster.save_model(model, folder, shard=True)) and pass the model "
     "that from_pretrained(folder) returns"
 )
@@ -133,7 +133,7 @@ def refuse_split(model: nn.Module, name: str) -> None:
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} got an instance of {type(model).__name__} whose parameters booster.boost, or a Trainer of a model "
-            f"that shares them, has already split: no rank holds all of it. Pass the model of that Trainer, or {WHOLE}"
+            f"that shares them, has already split: no rank holds all of it. Pass the model of that Trainer, or {RELOAD}"
         )
 
 
@@ -144,7 +144,7 @@ def refuse_other_arguments(config: PipelineConfig, other: PipelineConfig, name: 
             f"another Trainer has split this model with {argument}={getattr(config, argument)!r}, but {name} needs "
             f"{argument}={getattr(other, argument)!r}: give both the same arguments of PipelinePlugin and the same "
             "bf16, fp16 and torch_compile (num_microbatches is divided by gradient_accumulation_steps), or "
-            f"{WHOLE}"
+            f"{RELOAD}"
         )
 
 

@@ -37,7 +37,7 @@ from pipeshard.trainer.refusals import refuse_prepared
 from pipeshard.trainer.serialization import Pickled, ValueReader, ValueWriter, sending
 
 REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
-SPLIT = "_pipeshard_split"  # attribute of a model that a Trainer has split: a SplitModel
+SPLIT = "_pipeshard_split"  # attribute of a model that a Trainer has split: a KeptStages
 
 
 class Boosts(Protocol):
@@ -281,7 +281,7 @@ class ModuleStandIn:
         return getattr(self.module, name)
 
 
-class SplitModel:
+class KeptStages:
     """Keeps the stages of a model for later Trainers, as long as the model exists. In a copy of the model, it is None,
     since process groups can be neither copied nor pickled."""
 

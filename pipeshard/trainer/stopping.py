@@ -17,7 +17,7 @@ except ImportError:  # transformers 4
 FLAGS = "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log", "is_signaled"
 
 
-def agree(control: Any, group: dist.ProcessGroup) -> None:
+def share_flags(control: Any, group: dist.ProcessGroup) -> None:
     """Set each flag of a TrainerControl on every rank of `group` if it is set on any rank. Ranks may differ: their
     clocks do, and a callback may ask on the main process only."""
     with calling("trainer.train, after the callbacks of a step"):

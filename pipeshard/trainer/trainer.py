@@ -68,8 +68,8 @@ from pipeshard.trainer.refusals import (
     refusing_resize,
 )
 from pipeshard.trainer.rollouts import Rollouts
-from pipeshard.trainer.stand_ins import SPLIT, PipelineAccelerator, SplitModel, StagesStandIn
-from pipeshard.trainer.stopping import agree, stop_together
+from pipeshard.trainer.stand_ins import SPLIT, KeptStages, PipelineAccelerator, StagesStandIn
+from pipeshard.trainer.stopping import share_flags, stop_together
 from pipeshard.trainer.written import Written
 
 
@@ -163,7 +163,7 @@ class Loop(Evaluation):
         if folder := getattr(model, "_pretrained", None):
             io_of(boosted).load_model(boosted, folder)
         if boosted.whole is None:
-            vars(model)[SPLIT] = SplitModel(boosted)
+            vars(model)[SPLIT] = KeptStages(boosted)
         return StagesStandIn(self.pipeline, model, boosted)
 
     @property
@@ -509,16 +509,16 @@ class Front:
     def _acted(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Log, evaluate and save, at the end of a step or an epoch, if the callbacks of any rank ask for it."""
         world = self.pipeline.grid.world
-        agree(self.control, world)
+        share_flags(self.control, world)
         acts = self.control.should_log or self.control.should_evaluate or self.control.should_save
         act(*args, **kwargs)
         if acts:  # on_log and on_save may also ask to stop
-            agree(self.control, world)
+            share_flags(self.control, world)
 
     def _evaluated(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate during training, and save afterwards if on_evaluate of any rank asks for it."""
         metrics = evaluate(*args, **kwargs)
-        agree(self.control, self.pipeline.grid.world)
+        share_flags(self.control, self.pipeline.grid.world)
         return metrics
 
 

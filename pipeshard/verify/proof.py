@@ -17,7 +17,7 @@ from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.dependent import dependent_text, failing, is_of_model
 from pipeshard.engine.mixed_precision import Precision
-from pipeshard.engine.optimizer_trial import is_known
+from pipeshard.engine.optimizer_trial import never_couples
 from pipeshard.errors import BatchError, PartitionError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.indices import checking_indices
@@ -475,7 +475,7 @@ class _Proving:
     def _located(self, difference: Different) -> Different:
         """The error, extended by the unit or part of the step where the difference begins, if this can be found."""
         is_update, optimizer = difference.part == "update", self.given.optimizer
-        if not difference.part or (is_update and (optimizer is None or is_known(optimizer))):
+        if not difference.part or (is_update and (optimizer is None or never_couples(optimizer))):
             return Different(str(difference))
         try:
             where = "" if is_update else self._sides(None).first_unit()
