@@ -17,8 +17,6 @@ import click
 from pipeshard.dry_run import ADAMW, blank, is_one_row, microbatches, plain_name, planned, planned_optimizer, print_plan
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, counted
 from pipeshard.recipe import (
-    COLUMNS,
-    DATA_FORMATS,
     config_source,
     folder_of,
     instance_of,
@@ -26,13 +24,11 @@ from pipeshard.recipe import (
     of_trl,
     plugin_arguments,
     read,
-    refuse_columns,
     refuse_no_rewards,
-    refuse_no_template,
     reward_functions,
-    rows,
     trl,
 )
+from pipeshard.recipe_data import COLUMNS, DATA_FORMATS, refuse_columns, refuse_no_template, rows
 from pipeshard.script import TORCHRUN, fold, notes, record_error
 
 logger = logging.getLogger("pipeshard")

@@ -30,7 +30,7 @@ LAYERS = (
     ("plugin",),
     ("entry", "interop", "layers", "elastic", "launch", "trainer"),
     ("commands", "trial", "recipe", "notebook"),
-    ("dry_run",),
+    ("dry_run", "recipe_data"),
     ("tuning",),
     ("cli",),
 )

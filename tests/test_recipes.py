@@ -26,7 +26,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from pipeshard import dry_run, recipe, script, tuning
+from pipeshard import dry_run, recipe, recipe_data, script, tuning
 from pipeshard.batch.batch import split_sizes
 from pipeshard.cli import main
 from pipeshard.errors import ConfigurationError
@@ -87,7 +87,11 @@ def of_trl(kind: str, arguments: Sequence[str]) -> list[dict[str, float]]:
     more = {"reward_funcs": [echoed]} if kind == "grpo" else {}
     adapters = given.get_peft_config(recipe.instance_of(given.ModelConfig, settings))
     trainer = recipe.of_trl(kind, "Trainer")(
-        settings.model_name_or_path, args=args, train_dataset=recipe.rows(settings)[0], peft_config=adapters, **more
+        settings.model_name_or_path,
+        args=args,
+        train_dataset=recipe_data.rows(settings)[0],
+        peft_config=adapters,
+        **more,
     )
     trainer.train()
     return trainer.state.log_history
@@ -504,7 +508,7 @@ def test_no_in_a_file_is_no(tmp_path: Path) -> None:
     file = Path(toy(tmp_path))
     file.write_text(f"{file.read_text()}\neval_strategy: no\nsave_strategy: no\nlogging_strategy: no\n")
     settings = recipe.read("sft", ["--config", str(file), "--use_cpu"])
-    assert recipe.rows(settings)[1] is None
+    assert recipe_data.rows(settings)[1] is None
     args = recipe.instance_of(recipe.of_trl("sft", "Config"), settings)
     assert {args.eval_strategy, args.save_strategy, args.logging_strategy} == {"no"}
 
@@ -581,7 +585,7 @@ def test_data_that_trl_cannot_train_on_is_refused(tmp_path: Path, kind: str, tex
     field = ["--dataset_text_field=story"] if kind == "sft" else []
     settings = recipe.read(kind, [f"--dataset_name={tmp_path}/[1]chats.jsonl", *field])
     with pytest.raises(ConfigurationError, match=re.escape(message)) if message else contextlib.nullcontext():
-        recipe.refuse_columns(kind, settings, recipe.rows(settings)[0])
+        recipe_data.refuse_columns(kind, settings, recipe_data.rows(settings)[0])
 
 
 @pytest.mark.parametrize("name", ["books.txt", "chats.jsonl.gz", "CHATS.JSONL"])
@@ -591,7 +595,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
     settings = recipe.read("sft", [f"--dataset_name={tmp_path}/{name}"])
     message = f"dataset_name={tmp_path}/{name} must end in .jsonl, .json, .parquet or .csv: convert the file"
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        recipe.rows(settings)
+        recipe_data.rows(settings)
 
 
 def test_data_is_checked_before_ranks_start(tmp_path: Path) -> None:
@@ -867,19 +871,19 @@ def test_data_is_a_file_a_folder_or_a_split(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match="dataset_test_split=test is not a split of the data: set dataset_test_split to train"
     ):
-        recipe.rows(settings)
+        recipe_data.rows(settings)
     settings.test_split_size = 37
     with pytest.raises(ConfigurationError, match="=37 cannot hold out a part of 36 samples: set a fraction"):
-        recipe.rows(settings)
+        recipe_data.rows(settings)
     settings.test_split_size = 0.25
-    train, test = recipe.rows(settings)
+    train, test = recipe_data.rows(settings)
     assert (len(train), len(test)) == (27, 9)
     train.save_to_disk(tmp_path / "folder")
     train.to_parquet(tmp_path / "data.parquet")
     settings.test_split_size, settings.eval_strategy = None, "no"
     for name in ("folder", "data.parquet"):
         settings.dataset_name = str(tmp_path / name)
-        again, none = recipe.rows(settings)
+        again, none = recipe_data.rows(settings)
         assert again.to_list() == train.to_list() and none is None
 
 
