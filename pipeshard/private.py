@@ -50,7 +50,7 @@ OF_COMPILER = "_dynamo"  # prefix of attributes that compiled functions set on t
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 OpOverload = torch._ops.OpOverload
-# The own values of F.linear, torch.addmm and torch.embedding
+# torch's own F.linear, torch.addmm and torch.embedding
 PLAIN_FUNCTIONS = torch._C._nn.linear, torch._C._VariableFunctions.addmm, torch._C._VariableFunctions.embedding
 disabled_torch_function = torch._C._disabled_torch_function_impl
 graph_task = torch._C._current_graph_task_id  # -1 outside of a backward

@@ -79,7 +79,7 @@ class Coupling:
         self._drawn = 0
         self._modes = Operators(self), PythonReads(self)
         self._stepping, self._within_step = "", ExitStack()  # class of the optimizer whose step is watched; contexts
-        self._excuse: Callable[[], object] | None = None  # what a step that combines parameters calls instead
+        self._excuse: Callable[[], object] | None = None  # called, without a report, if the step combines parameters
         self.is_watching, self._calls = False, 0
         self._called = 0  # number of calls to pipeshard that have returned
 
@@ -104,8 +104,8 @@ class Coupling:
         self._begin(self._updates.count if self._updates.in_use() else self._called)
 
     def begin_step(self, optimizer: str, update: int, excuse: Callable[[], object] | None) -> None:
-        """As `begin`, for the step of an optimizer of class `optimizer`; `update` counts its steps. With `excuse`, a
-        step that combines parameters calls this function instead of being reported."""
+        """As `begin`, for the step of an optimizer of class `optimizer`; `update` counts its steps. If the
+        step combines parameters, `excuse` is called, and nothing is reported (None: it is reported)."""
         self._begin(update)
         if self.is_watching:
             self._stepping, self._excuse = optimizer, excuse
@@ -133,7 +133,7 @@ class Coupling:
 
     @contextmanager
     def _reads_suspended(self) -> Iterator[None]:
-        """Context manager in which the loop's reads do not count, and after which reads within it do not count."""
+        """Context manager that ignores the loop's earlier reads inside it, and forgets the inner reads on exit."""
         before = self._read, self._has_read
         self._read, self._has_read = set(), False
         try:
@@ -413,8 +413,8 @@ class OptimizerTrial(Lone):
     """Dispatch mode of an optimizer's trial: like Lone, it refuses collectives.
 
     Attributes:
-        combines: whether a parameter was changed with a value of several parameters. If its update is independent of
-            the others all the same (as in a batch of matrices), a Coupling would report each watched step.
+        combines: whether a parameter was changed with a value of several parameters. Even if the
+            updates are independent (as in a batch of matrices), a Coupling would report each watched step.
     """
 
     combines = False

@@ -86,8 +86,8 @@ class LossRule:
         """Whether this rule computes the loss of the whole from the losses of the parts, within `looser` times the
         tolerance for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole. If
         the losses have gradients with respect to unit results, the rule must also compute the whole's gradients from
-        the parts' gradients; non-finite gradients are ignored, as is the rounding of sums that are 0: softmax does not
-        depend on an offset of all logits."""
+        the parts' gradients. Non-finite gradients are ignored, and so are rounding errors of gradients that are 0
+        (softmax does not depend on an offset of all logits)."""
         whole, parts, batches = losses
         shares = [1.0] * len(parts) if self.counted else self.shares(batches)
         terms = [share * part.value if share else 0.0 for share, part in zip(shares, parts, strict=True)]

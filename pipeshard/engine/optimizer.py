@@ -85,7 +85,7 @@ class PipelineOptimizer(Optimizer):
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
         self._count = 0  # number of its steps
-        self._is_resumed = False  # whether there were states before the first of these
+        self._is_resumed = False  # whether it had states before its first step
         self._depth = 0  # number of its nested calls whose pre-hooks have run, but whose post-hooks have not
         self._is_updated = False  # whether the parameters have the values of the current step
         give_hooks(optim)
@@ -429,8 +429,8 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _note_empty(self, error: Exception) -> None:
-        """Add a note to an error of an update if groups have no gradients on this rank: in one process, the same groups
-        have some, so the optimizer's class may never have met such a group."""
+        """Add a note to an error of an update if groups have no gradients on this rank. In one process, these groups
+        have gradients, so the optimizer's class may not support groups without gradients."""
         groups = enumerate(self.optim.param_groups)
         empty = [str(k) for k, group in groups if all(stored_grad(parameter) is None for parameter in group["params"])]
         if empty and not isinstance(error, PipeshardError):

@@ -42,8 +42,8 @@ KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules w
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
 Index = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
 Closure = Callable[[], Tensor]
-# Optimizers whose operators combine parameters in a trial that finds independent updates, or in their first steps, or
-# whose step cannot run in a mode.
+# Optimizers that are not watched: their operators combine parameters, although the trial finds independent updates, or
+# their step cannot run in a mode.
 UNWATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 

@@ -128,8 +128,8 @@ RELOAD = (
 
 
 def refuse_split(model: nn.Module, name: str) -> None:
-    """Raise ConfigurationError for a model whose parameters were split by something other than a Trainer of this model,
-    so that this rank holds only a part."""
+    """Raise ConfigurationError for a model that booster.boost, or a Trainer of a model with the same parameters, has
+    split: this rank holds only a part."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} got an instance of {type(model).__name__} whose parameters booster.boost, or a Trainer of a model "
