@@ -165,8 +165,8 @@ class ResumableDataLoader(DataLoader[Any]):
         if not options.get("in_order", True):
             raise ConfigurationError(
                 "in_order=False is not supported: batches would be read in the order in which workers finish, so "
-                "stages would read different batches, and a resumed run would repeat some batches and skip others: "
-                "remove in_order=False"
+                "stages would read different batches, and a resumed run would repeat some batches and skip others. "
+                "Remove in_order=False"
             )
         generator = options.pop("generator", None)
         seed = generator.initial_seed() if generator else seed

@@ -355,7 +355,7 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
             [*MODEL, *SIZES, "--quantize", "nf4"],
             "error: quantize='nf4' freezes the base weights, so there is nothing to train: add adapters with --lora",
         ),
-        ([*MODEL, *SIZES, "--lora-targets", "q_proj"], "error: lora_targets='q_proj' has no effect without adapters"),
+        ([*MODEL, *SIZES, "--lora-targets", "q_proj"], "error: --lora-targets q_proj has no effect without adapters"),
         ([*MODEL, *SIZES, "--lora", "2", "--lora-targets", "query"], "error: peft cannot add adapters to LlamaFor"),
         ([*MODEL, *SIZES, "--optimizer", "adam_8bit"], "error: optimizer='adam_8bit' is unknown: did you mean adamw_8"),
     ],

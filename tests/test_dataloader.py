@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_batches_in_the_order_of_the_workers_are_refused() -> None:
     """Each stage read the batches in the order in which its own workers finished: after hours, a step had different
     batches. A single process that resumed trained on some twice, and on others never, without an error."""
-    with pytest.raises(ConfigurationError, match=r"in_order=False is not supported: .*remove in_order=False"):
+    with pytest.raises(ConfigurationError, match=r"in_order=False is not supported: .*Remove in_order=False"):
         make(num_workers=2, in_order=False)
     assert flat(make(num_workers=2, in_order=True)) == flat(make())
 

@@ -407,7 +407,7 @@ def test_a_job_that_could_not_save_ends_before_its_second_step(pool: Pool, tmp_p
     expected = [
         "keep, a number of saved steps, must be a positive integer, got None",
         "keep, a number of saved steps, must be a positive integer, got 0",
-        "this DataLoader lacks state_dict or load_state_dict for its position in the data",
+        "this DataLoader cannot save its position in the data, since it has no state_dict or load_state_dict",
         "this GPT2LMHeadModel was not boosted",
         "the directory of the PreemptibleJob differs between ranks: .*at-0 on rank 0.*, but .*at-1 on rank 1",
         "step_done was called before resume: call job.resume",

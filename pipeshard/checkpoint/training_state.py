@@ -177,8 +177,9 @@ def check_loader(model: nn.Module | Sequence[nn.Module], dataloader: Any) -> Non
     with together(models_by_name(model)[MODEL].pipeline.grid.world):
         if dataloader is not None and not all(hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")):
             raise CheckpointError(
-                f"this {type(dataloader).__name__} lacks state_dict or load_state_dict for its position in the data: "
-                "create it with plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
+                f"this {type(dataloader).__name__} cannot save its position in the data, since it has no state_dict or "
+                "load_state_dict: create it with plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or "
+                "pass dataloader=None"
             )
 
 

@@ -251,8 +251,8 @@ class Pipeline:
         self, asked: Asked, data_iter: Iterator[Any], num_batches: int
     ) -> tuple[list[Batch], FoundWays | None, Agreement]:
         """Read the step's batches and agree on them with the other ranks. Returns the batches, their ways (None if a
-        trace failed) and the Agreement. Each rank sends one message with a digest of the batches that it has read and
-        the changes that it has detected. Then all ranks act on the same messages."""
+        trace failed) and the Agreement. Each rank sends one message, which contains the changes that it has detected
+        and a digest of the batches that it has read. Then all ranks act on the same messages."""
         criterion, train = asked.criterion, asked.train
         config = self.cuts.config
         is_whole = config.num_microbatches == 1 and not config.has_slices

@@ -34,7 +34,8 @@ def _remove_hooks(module: Any) -> None:
 
 
 def _fsdp_parameters(module: Any) -> Iterator[Any]:
-    """Yield torch's FSDPParam objects (`sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad`)."""
+    """Yield the module's FSDPParam objects. Callers use their attributes `sharded_param`, `_unsharded_param` and
+    `unsharded_accumulated_grad`."""
     yield from _fsdp_state(module)._fsdp_param_group.fsdp_params
 
 

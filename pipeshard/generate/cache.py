@@ -2,8 +2,7 @@
 
 A stage holds the states of its own layers. For other layers, it has ghosts: entries of the same class with the same
 plain values, but with tensors on meta. The lengths that a cache reports are therefore correct, and ghosts need no
-memory. Code that reads the values of a ghost fails with a torch error, since meta tensors cannot be combined with other
-tensors.
+memory. Code that reads the values of a ghost fails with a torch error, since meta tensors have no values.
 """
 
 import copy

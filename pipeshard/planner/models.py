@@ -69,7 +69,7 @@ def build_on_meta(
             "--lora RANK"
         )
     if lora_targets and not lora:
-        raise ConfigurationError(f"lora_targets={lora_targets!r} has no effect without adapters: add --lora RANK")
+        raise ConfigurationError(f"--lora-targets {lora_targets} has no effect without adapters: add --lora RANK")
     packing = BitsAndBytesConfig(**QUANTIZATIONS[quantize]) if quantize else None
     if as_saved:
         packing = _packing(config, source, packing, lora)

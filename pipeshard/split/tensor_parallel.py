@@ -133,9 +133,9 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         style = plan.get(name)
         if style not in (EXPERTS, PARTIAL) if within else style == EXPERTS:
             raise ConfigurationError(
-                f"{by}_plan assigns {f'the style {style!r}' if style else 'no style'} to {name}: the weights of "
-                f"experts need {EXPERTS!r}, other parameters in the module of the experts {PARTIAL!r}, and the module "
-                f"itself {DISPATCH!r}"
+                f"{by}_plan assigns {f'the style {style!r}' if style else 'no style'} to {name}. Assign "
+                f"{EXPERTS!r} to the weights of experts, {PARTIAL!r} to other parameters of the experts' module, and "
+                f"{DISPATCH!r} to the module itself"
             )
 
 
