@@ -57,11 +57,11 @@ def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -
             edges[program.placement[source]].append((sent, _one_early(actions, k), Action(message, i, stage)))
     posts: list[list[Action]] = [[] for _ in actions]
     for source in sorted(edges, reverse=True):
-        earliest = len(actions)
+        earliest = len(actions)  # of the receives of later messages
         for _, slot, receive in sorted(edges[source], reverse=True):
             earliest = min(earliest, slot)
-            posts[earliest].append(receive)
-    return [post[::-1] for post in posts]
+            posts[earliest].insert(0, receive)
+    return posts
 
 
 def _one_early(actions: tuple[Action, ...], k: int) -> int:

@@ -158,7 +158,8 @@ class Replay:
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
-            # The stage leaves the forward after `stop` calls; with None it runs to the end, with 0 not at all.
+            # The stage leaves the forward after `stop` calls. It runs to the end if `stop` is None, and does not start
+            # the forward if `stop` is 0 (a stage without units).
             # This restores the grad mode: the stage may leave the forward while gradients are disabled.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 output = batch.call(self.model) if route.stop != 0 else None

@@ -194,29 +194,29 @@ class Blank(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The behavior of one unit call on this stage. `leaves` has one entry per leaf of the unit's outputs.
+    """The behavior of one unit call on this stage: either the stage holds the unit and runs it, or it replays the call.
 
-    For a replayed unit, only outputs that this stage reproduces have entries: constants, received Values and Blanks.
-    `numbers` has the index of each among all leaves of the call, and `plain` means that a one-leaf result is the only
-    output. For a held unit, an entry is a spec or a constant. `keeps` are the values that leave the stage: `modules` in
-    the unit return some of them, and the unit stores some at `places`. `again`: the call is recomputed. `alone`: no
-    other stage's forward reaches the call. `tensors`: the specs of a result that is a tensor, or a tuple of tensors.
-    `observed`: the places that code on other stages reads, each with the range of the call's leaves there, or None.
+    A held step has an entry in `leaves` for each leaf of the call's outputs: a spec or a constant. A replayed step has
+    entries only for the outputs that this stage reproduces: constants, received Values and Blanks.
     """
 
     unit: str
     held: bool
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
-    numbers: tuple[int, ...] = ()
-    plain: bool = False
-    keeps: tuple[Value, ...] = ()
-    modules: frozenset[str] = frozenset()
-    places: tuple[Source, ...] = ()
-    again: bool = False
-    alone: bool = False
-    tensors: tuple[TensorSpec, ...] = ()
-    observed: tuple[tuple[PlacePath, range | None], ...] = ()
+
+    # Of a replayed step
+    numbers: tuple[int, ...] = ()  # for each entry of `leaves`, its index among all leaves of the call
+    plain: bool = False  # whether a result with one leaf is the only output
+
+    # Of a held step
+    keeps: tuple[Value, ...] = ()  # the values that leave the stage
+    modules: frozenset[str] = frozenset()  # modules inside the unit that return some of them
+    places: tuple[Source, ...] = ()  # where the unit stores some of them
+    again: bool = False  # whether the call is recomputed in the backward pass
+    alone: bool = False  # whether no other stage's forward reaches the call
+    tensors: tuple[TensorSpec, ...] = ()  # the specs of a result that is a tensor, or a tuple of tensors
+    observed: tuple[tuple[PlacePath, range | None], ...] = ()  # what other stages' code reads: place, leaves left there
 
     @property
     def aside(self) -> bool:
@@ -366,8 +366,8 @@ def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> St
     leaves: list[Any] = []
     numbers: list[int] = []
     call = flow.calls[index]
-    for part, places in call.answered:
-        values = [Value(index, k) for k in places]
+    for part, indices in call.answered:
+        values = [Value(index, k) for k in indices]
         if part.source.how == "written" and values[0] not in received:
             continue
         parts.append(part)
