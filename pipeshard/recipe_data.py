@@ -17,7 +17,7 @@ COLUMNS = {
     "reward": [["chosen", "rejected"], ["chosen_ids", "rejected_ids"], ["chosen_input_ids", "rejected_input_ids"]],
     "grpo": [["prompt"], ["environment"]],
 }
-# What a row must have in these columns; by default, token ids, or a text or a list of turns.
+# What a row must have in these columns; by default, token ids, or a string or a list of turns.
 NEEDS = {
     "messages": "a list of turns, each with role and content",
     "conversations": "a list of turns, each with from and value",
@@ -113,7 +113,7 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
     place = name if data.split in (None, settings.dataset_train_split) else f"the split {data.split} of {name}"
     for column in way:
         is_ids = column.endswith("ids")
-        needs = NEEDS.get(column, "a list of token ids" if is_ids else "a text or a list of turns")
+        needs = NEEDS.get(column, "a list of token ids" if is_ids else "a string or a list of turns")
         for number, value in suspects(data, column):
             is_missing = value is None or isinstance(value, int | float) or (value == [] and not is_ids)
             if is_missing or (column == "messages" and not is_chat(value)):

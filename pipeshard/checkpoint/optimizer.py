@@ -471,9 +471,10 @@ def _refuse_older_folder(source: Path, described: ParameterStates) -> None:
     for (name, key), tensor in _state_tensors(described).items():
         if not tensor.is_meta:
             raise CheckpointError(
-                f"{source} was saved with version 0.2.0, which stored {key} of {name} in the description: with 0.2.0, "
-                "load it, and save it as one file (booster.save_optimizer(..., shard=False)). If it belongs to a "
-                "training state, load_training_state(..., optimizer=None), and load_optimizer with this file"
+                f"{source} was saved with version 0.2.0, which stored {key} of {name} in the description. Load the "
+                "folder with version 0.2.0, and save it as one file (booster.save_optimizer(..., shard=False)). If the "
+                "folder belongs to a training state, call load_training_state(..., optimizer=None), and then "
+                "load_optimizer with the new file"
             )
 
 

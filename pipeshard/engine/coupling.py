@@ -166,7 +166,8 @@ class Coupling:
             self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
 
     def _coupled(self, writer: str) -> str:
-        """A message if `writer` has changed a tensor with a value of several parameters, otherwise ""."""
+        """A message if `writer` has combined several parameters in a tensor, and missed one that another rank has,
+        otherwise ""."""
         for name, tensor in self._places():
             names = {tag for tag in self._of([tensor]) if isinstance(tag, str)} | {name}
             if rest := self._rest(names):

@@ -144,8 +144,8 @@ class LossShares:
         if rule is None:
             raise TraceError(
                 f"pipeshard ran the forward of {type(self.model).__name__} on a few samples to find how the microbatch "
-                "losses combine, but the run changed state that pipeshard cannot restore. Store all Python state that "
-                "the forward or the criterion changes in attributes of the model or the criterion"
+                "losses combine, but the run changed state that pipeshard cannot restore. If the forward or the "
+                "criterion changes Python state, keep this state in attributes of the model or the criterion"
             )
         return rule
 

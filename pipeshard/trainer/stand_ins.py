@@ -270,7 +270,7 @@ def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class ModuleStandIn:
-    """Delegates attributes to `module`, and is called in its place."""
+    """Base class of objects that take the place of `module`: they delegate attributes to it, and define `__call__`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -495,7 +495,7 @@ def test_a_description_that_is_none_is_refused(tmp_path: Path) -> None:
     torch.save({**good, "format": OPTIMIZER_FORMAT, "state": of_file}, tmp_path / DESCRIPTION)
     refused(
         lambda: _read_content(tmp_path),
-        r"with version 0.2.0, which stored Q\['left'\]\[0\] of w .*: with 0.2.0, load it",
+        r"with version 0.2.0, which stored Q\['left'\]\[0\] of w .*Load the folder with version 0.2.0",
     )
     twice = {"w": {"Q": [meta], "Q[0]": torch.empty(2, device="meta")}}
     refused(
