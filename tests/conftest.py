@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,15 @@ def is_local(item: pytest.Item) -> bool:
     if item.get_closest_marker("local") is None or item.get_closest_marker("processes") is not None:
         return False
     return RANKS == "threads" if RANKS else not ALL and not one_in(PROCESSES, item.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def no_group() -> Iterator[None]:
+    """A process group that a test leaves in this process would change later tests, in some orders only."""
+    yield
+    if (distributed := sys.modules.get("torch.distributed")) is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test has left a process group in this process: run it with pool.run(function, 1)")
 
 
 @pytest.fixture
