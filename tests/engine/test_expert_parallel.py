@@ -12,8 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from pipeshard.distributed.collectives import local
 from pipeshard.distributed.mesh import TP
@@ -23,7 +25,7 @@ from tests import zoo
 from tests.families import AUXILIARY, build_with, entry_of, left_padded
 from tests.parity.build import batch
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, compared, parameter_error, refusal
+from tests.unsplit import Split, Unsplit, compared, differences, parameter_error, refusal
 
 NAMES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")
 PATH = "model.layers.*.mlp.experts"
@@ -82,6 +84,54 @@ def test_experts_on_several_ranks(
 @pytest.mark.turns
 def test_a_plan_of_ones_own(pool: Pool) -> None:
     assert pool.run(exact, 2, ["qwen3_moe"], 1, 1, "batched_mm", ep_plan=PLAN) == [[], []]
+
+
+class Loop(nn.Module):
+    """Experts that run one after another, and only if a token has chosen them."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.num_experts = experts.num_experts
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        output = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, place = torch.where(top_k_index == expert)
+            if len(token):
+                gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+                output.index_add_(
+                    0, token, F.linear(gate.relu() * up, self.down_proj[expert]) * top_k_weights[token, place, None]
+                )
+        return output
+
+
+class FirstTwo(Qwen3MoeTopKRouter):
+    """A router that chooses experts 0 and 1, never 2 and 3."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, chosen = super().forward(hidden_states)
+        return logits, weights, chosen % 2
+
+
+def not_chosen(schedule: str, pp: int) -> list[str]:
+    """A step in which no token chooses an expert of the second rank; what differs from one process."""
+    model: Any = build_with(entry_of("qwen3_moe")).double()
+    for mlp in [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]:
+        mlp.experts = Loop(mlp.experts)
+        mlp.gate.__class__ = FirstTwo
+    data = batch(entry_of("qwen3_moe"), model)
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, pp, data, num_microbatches=2, ep_size=2, ep_plan=PLAN, schedule=schedule)
+    return differences(split, unsplit, data, num_microbatches=2)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("zb-h1", 2)])
+def test_no_token_chooses_the_experts_of_a_rank(pool: Pool, schedule: str, pp: int) -> None:
+    """The rank's output was a constant, so that the backward of this rank did not sum the gradients of the tokens: the
+    other rank waited for this sum without end."""
+    assert not any(pool.run(not_chosen, 2 * pp, schedule, pp))
 
 
 def router_not_summed() -> Any:
