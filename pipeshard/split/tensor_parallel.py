@@ -117,16 +117,29 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
     """Raise ConfigurationError if `size` does not divide a number of experts, if sharded experts have an eager forward,
-    if the plan does not shard all weights of the experts, or if it shards weights of a module that runs all experts."""
+    dropout, or a buffer with an entry for each expert, if the plan does not shard all weights of the experts, or if it
+    shards weights of a module that runs all experts."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int) or count % size:
-            remedy = "choose a size that does" if isinstance(count, int) else f"omit this module from the {by}_plan"
+            remedy = "choose a size that does"
+            if not isinstance(count, int):
+                remedy = f"set this attribute to the number of experts, or omit this module from the {by}_plan"
             raise ConfigurationError(f"{by}_size={size} does not divide num_experts={count} of {path}: {remedy}")
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
             raise ConfigurationError(
                 f"{by}_size={size}: {path} runs its experts with experts_implementation='eager', which not every "
                 "architecture supports for a subset of its experts. Call model.set_experts_implementation('grouped_mm')"
+            )
+        if key := next((key for key, buffer in module.named_buffers() if count in buffer.shape[:1]), None):
+            raise ConfigurationError(
+                f"{by}_size={size}: {path}.{key}, a buffer, has an entry for each expert, but only parameters are "
+                f"sharded: make it an nn.Parameter with requires_grad=False, whose style is {EXPERTS!r}"
+            )
+        if any(isinstance(inner, nn.Dropout) and inner.p for inner in module.modules()):
+            raise ConfigurationError(
+                f"{by}_size={size}: {path} has dropout, and each rank would draw masks only for its own experts, which "
+                f"are not those of one process: set p=0.0, or use {by}_size=1"
             )
     for name, _ in model.named_parameters(remove_duplicate=False):
         within = next((path for path in dispatching if name.startswith(f"{path}.")), None)

@@ -226,9 +226,9 @@ def test_copies_stay_equal(pool: Pool, pp: int, dp: int, options: dict[str, Any]
         ("llama", 2, None, "ep_size=2: LlamaForCausalLM comes without an ep_plan"),
         ("qwen3_moe", 2, {**PLAN, "model.experts": EXPERTS}, "ep_plan names model.experts, which Qwen3MoeForCausalLM"),
         ("qwen3_moe", 2, {**PLAN, PATH: "ep_router"}, "ep_plan contains the unknown style 'ep_router'"),
-        ("llama", 2, {"model.layers.*.mlp": DISPATCH}, "does not divide num_experts=None of model.layers.0.mlp: omit"),
-        ("gpt_oss", 2, PLAN, "gate_up_proj_bias: the weights of experts need"),
-        ("qwen3_moe", 2, {f"{PATH}.down_proj": EXPERTS}, "down_proj: the weights of experts"),
+        ("llama", 2, {"model.layers.*.mlp": DISPATCH}, "does not divide num_experts=None of model.layers.0.mlp: set"),
+        ("gpt_oss", 2, PLAN, "'ep_dispatch_experts' to model.layers.0.mlp.experts.gate_up_proj_bias"),
+        ("qwen3_moe", 2, {f"{PATH}.down_proj": EXPERTS}, "'grouped_gemm' to model.layers.0.mlp.experts.down_proj"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(name: str, size: int, plan: Any, message: str) -> None:
@@ -245,6 +245,23 @@ def test_experts_that_run_one_by_one_are_refused() -> None:
         plan_of(model, 1, None, None, 2)
     model.set_experts_implementation("grouped_mm")
     assert plan_of(model, 1, None, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("inside", "message"),
+    [
+        ({"scale": nn.Buffer(torch.rand(4))}, "experts.scale, a buffer, has an entry for each expert"),
+        ({"drop": nn.Dropout(0.1)}, "experts has dropout"),
+    ],
+)
+def test_what_is_not_of_a_rank_s_experts_is_refused(inside: dict[str, Any], message: str) -> None:
+    """Without an error, each rank multiplied its experts' outputs by the first entries of the buffer, and drew masks
+    for its own experts only, from the random numbers of the first experts."""
+    model: Any = build_with(entry_of("qwen3_moe"))
+    for name, value in inside.items():
+        setattr(model.model.layers[-1].mlp.experts, name, value)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        plan_of(model, 1, None, None, 2)
 
 
 def test_slices_of_two_kinds_are_refused() -> None:
