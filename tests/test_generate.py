@@ -387,21 +387,28 @@ def test_processors_that_differ_between_ranks_are_refused(pool: Pool, new: int) 
         assert is_same == "True"
 
 
-def stopped() -> str:
+def stopped(options: dict[str, Any]) -> str:
     def stops(ids: Tensor, scores: Any) -> Tensor:
-        return torch.full((len(ids),), ids.shape[1] > 8 + 2 * dist.get_rank(), dtype=torch.bool)
+        return torch.full((len(ids),), ids.shape[1] > 8 + 2 * (dist.get_rank() % 2), dtype=torch.bool)
 
-    split = boosted(zoo.build("llama"), "llama")
+    split = boosted(zoo.build("llama"), "llama", **options)
     with pytest.raises(UsageError) as caught:
         split.generate(**prompts("llama"), max_new_tokens=30, stopping_criteria=[stops], **GREEDY)
     return str(caught.value)
 
 
 @pytest.mark.turns
-def test_stopping_criteria_that_differ_between_ranks_are_refused(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(2, {}), (2, {"pp_size": 1, "tp_size": 2}), (4, {"pp_size": 2, "tp_size": 2})],
+    ids=["stages", "slices", "pipelines of slices"],
+)
+def test_stopping_criteria_that_differ_between_ranks_are_refused(
+    pool: Pool, world: int, options: dict[str, Any]
+) -> None:
     """A criterion stopped at a number of tokens of each rank's own. The rank that went on waited for the other until
-    the timeout."""
-    for message in pool.run(stopped, 2):
+    the timeout. Later, the stages of a pipeline compared their tokens, but the slices of a stage still did not."""
+    for message in pool.run(stopped, world, options):
         assert message.startswith("the ranks of one pipeline have different tokens")
         assert " of the result" in message and " of a call of LlamaForCausalLM" in message
 

@@ -18,6 +18,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.tree import field_of
 from pipeshard.distributed.collectives import CPU, as_bytes, broadcast_bytes, gather
 from pipeshard.distributed.groups import ranks_of
+from pipeshard.distributed.mesh import TP
 from pipeshard.distributed.p2p import P2P, wait_for
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
@@ -57,8 +58,11 @@ class Forward:
         self._sends: list[tuple[dist.Work, Tensor, int]] = []  # work, content, destination
 
     def begin(self, num_microbatches: int | None) -> None:
-        """Prepare a call of `generate`."""
+        """Prepare a call of `generate`, on every rank of the world."""
         self.num_microbatches = num_microbatches
+        replica = self.pipeline.grid.sharing([TP], range(self.pipeline.num_stages))
+        assert replica is not None
+        self._choosing = replica  # the group of the ranks that choose the same tokens
         self._samples = SampleDependence(self.pipeline.model, self.pipeline.policy.units, self.group)
         self._sends.clear()
         self.forget()
@@ -72,9 +76,13 @@ class Forward:
         self._states: dict[OfModule, Tensor] = {}  # the rows of samples that glue has assigned to attributes
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank."""
+        """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank. With
+        one stage, whose slices run the whole model, only the tokens are compared."""
         with replaced(self, is_running=True):
-            return self._make(path, forward, arguments_by_name(forward, args, kwargs))
+            if self.pipeline.num_stages > 1:
+                return self._make(path, forward, arguments_by_name(forward, args, kwargs))
+            self._refuse_other_tokens(path, (args, kwargs))
+            return forward(*args, **kwargs)
 
     def _make(self, path: str, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         pipeline = self.pipeline
@@ -95,9 +103,9 @@ class Forward:
         """Raise UsageError on every rank if the ranks have chosen different tokens: they call different modules
         (`path`, None at the end of `generate`), or `values` contain different integers."""
         read = "the result" if path is None else f"a call of {path or type(self.pipeline.model).__name__}"
-        told = _gathered([read, digest_of(values)], self.group)
+        told = _gathered([read, digest_of(values)], self._choosing)
         if any(other != told[0] for other in told):
-            named = map(self.pipeline.grid.named, ranks_of(self.group))
+            named = map(self.pipeline.grid.named, ranks_of(self._choosing))
             listed = ", ".join(f"{name}: {digest} of {read}" for name, (read, digest) in zip(named, told))
             raise of_all(
                 UsageError(

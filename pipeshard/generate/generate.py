@@ -79,7 +79,7 @@ class Generation:
                 kind: Any = type(pipeline.model)
                 generate = self.own or functools.partial(kind.generate, pipeline.model)
                 result = generate(*args, **kwargs)
-            if pipeline.num_stages > 1:
+            if pipeline.grid.size > pipeline.grid.dp_size:
                 self.forward.end(result)
             return result
         finally:
@@ -98,11 +98,11 @@ class Generation:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Context manager in which all stages together run each call of a unit, or of a module that contains units.
-        transformers, which compiles decode steps with a static cache on a GPU, does not compile these calls, since they
-        exchange messages."""
+        """Context manager in which the ranks of a pipeline together run each call of a module that contains units and,
+        with several stages, of a unit. transformers, which compiles decode steps with a static cache on a GPU, does not
+        compile these calls, since they exchange messages."""
         pipeline = self.pipeline
-        if pipeline.num_stages == 1:
+        if pipeline.grid.size == pipeline.grid.dp_size:
             yield
             return
         names = {module: name for name, module in pipeline.model.named_modules()}
@@ -113,7 +113,8 @@ class Generation:
                 stack.enter_context(replaced(module, forward=_Together(self.forward, names[module], module)))
             for module in compiling:
                 stack.enter_context(replaced(module, **{COMPILED_CALL: _Uncompiled(module)}))
-            stack.enter_context(replaced(pipeline.policy.replay, outside=self.forward))
+            if pipeline.num_stages > 1:
+                stack.enter_context(replaced(pipeline.policy.replay, outside=self.forward))
             yield
 
 
@@ -150,7 +151,8 @@ def _content(value: Any) -> str:
 
 
 class _Together(StandIn):
-    """Replaces a module's forward with a call on all stages. Inside such a call, runs the module's own forward."""
+    """Replaces a module's forward with a call on all ranks of a pipeline. Inside such a call, runs the module's own
+    forward."""
 
     def __init__(self, make: Forward, name: str, module: nn.Module) -> None:
         functools.update_wrapper(self, module.forward)
