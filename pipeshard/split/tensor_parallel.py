@@ -27,6 +27,7 @@ from pipeshard.split.ties import first_names, kept_tied, names_of
 DIVIDE = "divide:"  # followed by the names of attributes (numbers of heads or features) that a module's forward reads
 LATENT = "mla_kv_a_proj"  # the style of the projection to latent keys and values and to a rotary key
 EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"  # the styles of experts' parameters, and of their module
+SIZES = {"colwise": "out_features", "rowwise": "in_features"}  # the attributes that transformers reads of a module
 KEYS = re.compile(r"(.*)\.([kv])_proj(\.|$)")  # the key and value projections of an attention module
 EXAMPLES = {
     "tp": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}',
@@ -85,6 +86,12 @@ def plan_of(
             raise ConfigurationError(
                 f"{by}_plan shards {path}, a Conv1D, whose weight is the transpose of a linear layer's and cannot be "
                 f"sharded: omit it from the {by}_plan, or use {by}_size=1 with {INSTEAD}"
+            )
+        needed = SIZES.get((whole or "").partition("_")[0])
+        if needed and not hasattr(module, needed):
+            raise ConfigurationError(
+                f"{by}_plan assigns {whole!r}, a style for linear layers, to {path} ({type(module).__name__}), which "
+                f"has no {needed}: assign another style, or omit this module from the {by}_plan"
             )
     if not expanded:
         raise ConfigurationError(
@@ -154,13 +161,18 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
 
 def style_of(name: str, by: str = "tp") -> Any:
     """The parallel layer of this name, from transformers or this module. Raises ConfigurationError for an unknown
-    name."""
+    name, and for a style that shards sequences."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     if name in (EXPERTS, DISPATCH):
         return Experts()
     if name.startswith(DIVIDE):
         return Divided(name.removeprefix(DIVIDE).split(","))
+    if name == "sequence_parallel":
+        raise ConfigurationError(
+            f"{by}_plan contains the style {name!r}, whose input is a part of each sequence, but here each rank has "
+            f"whole sequences: omit these modules from the {by}_plan, so that each rank computes all of them"
+        )
     if name not in ALL_PARALLEL_STYLES:
         known = [*ALL_PARALLEL_STYLES.keys(), f"{DIVIDE}ATTRIBUTES"]
         raise ConfigurationError(f"{by}_plan contains the unknown style {name!r}: {hint(name, known)}")

@@ -443,11 +443,23 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
             "names model.layers.*.mlp.up_prox, which LlamaForCausalLM does",
         ),
         ({"model.layers.*.mlp.up_proj": "colwize"}, {}, "the unknown style 'colwize': did you mean colwise"),
+        (
+            {"model.layers.*.input_layernorm": "sequence_parallel"},
+            {},
+            "the style 'sequence_parallel', whose input is a part of each sequence",
+        ),
+        (
+            {"model.embed_tokens": "colwise"},
+            {},
+            "'colwise', a style for linear layers, to model.embed_tokens (Embedding), which has no out_features",
+        ),
         (None, {"attention_dropout": 0.1}, "attention_dropout=0.1 of LlamaForCausalLM would drop heads"),
         (None, {"num_attention_heads": 3}, "does not divide num_attention_heads=3"),
     ],
 )
 def test_plans_that_cannot_be(plan: dict[str, str] | None, config: dict[str, Any], message: str) -> None:
+    """The style "sequence_parallel" doubled the gradients of norms without an error. An embedding with "colwise" raised
+    ValueError in transformers at boost, when some weights were sharded already."""
     model = zoo.build("llama")
     model.config.update(config)
     with pytest.raises(ConfigurationError, match=re.escape(message)):
