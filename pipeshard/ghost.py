@@ -52,7 +52,8 @@ HARMLESS |= {"untyped_storage", *(f"{kind}_like" for kind in ("empty", "zeros", 
 HARMLESS |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
 # Functions that return the tensor itself if it already has the requested dtype and device.
 CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
-MERGING = "merge_adapter", "unmerge_adapter", "merge_and_unload", "add_weighted_adapter"  # methods of peft
+INTO_WEIGHTS = "merge_adapter", "unmerge_adapter", "merge_and_unload"  # methods of peft that change base weights
+MERGING = *INTO_WEIGHTS, "add_weighted_adapter"
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
 WRITING_METHODS = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all names that end in "_"
 GUARDED = "_apply", "load_state_dict", "state_dict", "save_pretrained", "push_to_hub", "resize_token_embeddings"

@@ -16,11 +16,12 @@ from pipeshard.distributed.collectives import together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.mixed_precision import filled_like
 from pipeshard.errors import UsageError
-from pipeshard.ghost import Refused, guard
+from pipeshard.ghost import INTO_WEIGHTS, Refused, guard
 from pipeshard.graph.nodes import nodes_from
 from pipeshard.hf import CONTINUOUS
 from pipeshard.private import allows_checkpoints, current_node, tree_tensors, will_execute
 from pipeshard.replaced import replaced
+from pipeshard.split.packed import UNWRITTEN, is_quantized
 
 
 class Whole:
@@ -191,10 +192,12 @@ class PipelineModel(nn.Module):
         self.generation: Any = None  # runs `generate` on all stages
         self.checkpoint_io: Any = None  # the plugin's, which tracks asynchronous saves
         guard(module)
-        if self.whole is None:
-            for each, (name, why) in product(module.modules(), NEED_ALL.items()):
-                if hasattr(type(each), name):
-                    vars(each)[name] = Refused(each, name, why)
+        refused = NEED_ALL if self.whole is None else {}
+        if is_quantized(module):
+            refused = refused | dict.fromkeys(INTO_WEIGHTS, UNWRITTEN)
+        for each, (name, why) in product(module.modules(), refused.items()):
+            if hasattr(type(each), name):
+                vars(each)[name] = Refused(each, name, why)
 
     @property
     def training(self) -> bool:

@@ -650,3 +650,22 @@ def test_packed_weights_are_not_written(pool: Pool, tmp_path: Path) -> None:
     for said in pool.run(writing, 2, tmp_path):
         assert all("base weights" in message and "save_lora_as_pretrained" in message for message in said)
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def merging(folder: Path, kind: str, p: int) -> list[str]:
+    """What is said to each call that would merge the adapters into packed weights."""
+    model = build(LLAMA)
+    made = of_stages(type(model), folder, quantization(kind), p)
+    boosted: Any = Split(made, p, batch(LLAMA, model), num_microbatches=2).model
+    return messages_of((boosted.merge_adapter, boosted.unmerge_adapter, boosted.merge_and_unload), UsageError)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("kind", "p"), [("int8", 1), ("nf4", 1), ("nf4", 2)])
+def test_adapters_are_not_merged_into_packed_weights(pool: Pool, tmp_path: Path, kind: str, p: int) -> None:
+    """On one stage, peft's merge_adapter replaced 8-bit weights without their scales: `generate` returned noise.
+    On two, the error advised to_sequential, which refused the quantized model."""
+    build(LLAMA).save_pretrained(tmp_path)
+    for said in pool.run(merging, p, tmp_path, kind, p):
+        for name, message in zip(("merge_adapter", "unmerge_adapter", "merge_and_unload"), said, strict=True):
+            assert message.startswith(f"{name}: the base weights of this model are quantized")
