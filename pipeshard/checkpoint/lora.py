@@ -24,7 +24,7 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
 from pipeshard.hf import ADAPTER_CONFIG, is_of_peft, without_adapters
-from pipeshard.split.adapters import adding_saved, put_adapters, refuse_changed_base
+from pipeshard.split.adapters import adding_saved, put_adapters, refuse_changed_base, refuse_packed_base
 from pipeshard.split.blank import is_blank
 from pipeshard.split.ties import first_names
 
@@ -94,7 +94,8 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
         if path.is_dir():
             check_adapter(path, model)
         if is_blank(model):
-            refuse_changed_base(PeftConfig.from_pretrained(str(path)))
+            refuse_packed_base(model, saved := PeftConfig.from_pretrained(str(path)))
+            refuse_changed_base(saved)
         with warnings.catch_warnings(), adding_saved(model):
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")

@@ -29,6 +29,9 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
 READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these kinds from the weights, and does not save them
+# The kinds of adapters that use only the outputs of the layers that they adapt, not the weights.
+OF_OUTPUTS = {"ADALORA", "BEFT", "BOFT", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR"}
+OF_OUTPUTS |= {"LORA", "MISS", "OFT", "RANDLORA", "ROAD", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"}
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
 WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"
@@ -42,11 +45,7 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     is quantized and initial values need these weights.
     """
     refuse_far(config)
-    if needs_weights(config) and is_quantized(model):
-        raise ConfigurationError(
-            "DoRA, PiSSA and OLoRA are initialized from the weights, but the weights of this model are quantized. "
-            "Use plain LoRA, or load the model without quantization_config"
-        )
+    refuse_packed_base(model, config)
     how, by_weights = getattr(config, "init_lora_weights", True), needs_weights(config)
     drawn = copy(config)
     if isinstance(how, str) and how not in OF_SHAPES:
@@ -201,6 +200,19 @@ def refuse_far(config: Any) -> None:
 def _kind(config: Any) -> str:
     """The kind of the adapters, such as "LORA"."""
     return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def refuse_packed_base(model: nn.Module, config: Any) -> None:
+    """Raise ConfigurationError for adapters that use the weights of their layer, not only its outputs, if the weights
+    of the model are quantized."""
+    kind = _kind(config)
+    if not is_quantized(model) or config.is_prompt_learning or (kind in OF_OUTPUTS and not needs_weights(config)):
+        return
+    what = "DoRA, PiSSA and OLoRA" if kind == "LORA" else f"{kind} adapters"
+    raise ConfigurationError(
+        f"{what} are computed from the weights, but the weights of this model are quantized. Use plain LoRA, or load "
+        "the model without quantization_config"
+    )
 
 
 def refuse_changed_base(config: Any) -> None:

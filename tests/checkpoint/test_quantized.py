@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import HRAConfig, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, TorchAoConfig
@@ -584,6 +584,19 @@ def test_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path) -> 
     for fields in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
         with pytest.raises(ConfigurationError, match=r"the weights of this model are quantized\. Use plain LoRA"):
             enable_lora(model, None, LoraConfig(target_modules="all-linear", **fields), None)
+
+
+@pytest.mark.parametrize(
+    ("made", "what"), [(LoraConfig(use_dora=True), "DoRA, PiSSA and OLoRA"), (HRAConfig(), "HRA adapters")]
+)
+def test_saved_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path, made: Any, what: str) -> None:
+    """Only new DoRA adapters were refused. Saved ones failed with "has no adapter for this model" in 4 bits; on
+    torchao's int8 weights, they were computed from the integers, without their scales."""
+    made.target_modules = {"q_proj"}
+    model = blank(tmp_path / "base", quantization("nf4"))
+    get_peft_model(build(LLAMA), made).save_pretrained(tmp_path / "adapters")
+    with pytest.raises(ConfigurationError, match=f"{what} are computed from the weights, .* are quantized"):
+        enable_lora(model, str(tmp_path / "adapters"), None, None)
 
 
 def boosting(folder: Path, **arguments: Any) -> None:
