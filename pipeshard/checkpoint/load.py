@@ -164,7 +164,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     pipeline.blank -= {full for name in plan.given for full in plan.targets.get(name, ())}
     if draw_missing:
         _draw(boosted, plan)
-        begin_with_weights(model, lambda name, value: pipeline.holdings.weights[name].set(value))
+        with together(pipeline.grid.world):
+            begin_with_weights(model, lambda name, value: pipeline.holdings.weights[name].set(value))
     if plan.conversion.transforms:
         plan.model._weight_conversions = plan.conversion.transforms  # type: ignore[assignment]
     return source.bytes_read

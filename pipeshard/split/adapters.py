@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import is_of_peft
 from pipeshard.private import without_weakrefs
+from pipeshard.replaced import replaced
 from pipeshard.split.base_names import COPIES_WRAPPER, base_names
 from pipeshard.split.blank import give, refuse_changed_blank
 from pipeshard.split.packed import is_quantized, packed_layers
+from pipeshard.split.ties import names_of
 
 ADAPTER_KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
 OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values of `init_lora_weights`
@@ -46,17 +48,29 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     """
     refuse_far(config)
     refuse_packed_base(model, config)
+    from peft.tuners.lora import LoraLayer  # the import takes a second
+
     how, by_weights = getattr(config, "init_lora_weights", True), needs_weights(config)
-    drawn = copy(config)
-    if isinstance(how, str) and how not in OF_SHAPES:
-        drawn.init_lora_weights = False  # `begin` initializes these instead
-    with adding(model, begins_later=by_weights):
-        made = put(model, drawn)
-    for each in made.peft_config.values():
-        if by_weights:
-            each.init_lora_weights = how
+    skipped = {f"{name}_init": lambda *_: None for name in OF_ONE_LAYER}  # `begin` calls these methods
+    with adding(model, begins_later=by_weights), replaced(LoraLayer, **skipped):
+        made = put(model, copy(config))
+    if how not in OF_SHAPES:
+        _refuse_tied_begin(made, how)
     setattr(made, BEGINNING, frozenset(made.peft_config) if by_weights else frozenset())
     return made
+
+
+def _refuse_tied_begin(model: nn.Module, how: Any) -> None:
+    """Raise ConfigurationError if this initialization would change a tied weight, whose other name may be on another
+    stage."""
+    firsts = {name: names[0] for names in names_of(model).values() if len(names) > 1 for name in names}
+    for path, layer in model.named_modules():
+        name = f"{path}.base_layer.weight"
+        if name in firsts and getattr(layer, "lora_A", None):  # not an embedding's layer, which peft begins as usual
+            raise ConfigurationError(
+                f"init_lora_weights={how!r} changes {name}, which is tied to {firsts[name]}, but the model is on meta. "
+                f"{WITH_WEIGHTS}, or remove this layer from target_modules"
+            )
 
 
 @contextmanager
@@ -282,7 +296,7 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
     own = [name for name in before if f".{adapter}." in f"{name}." and not name.startswith("base_layer.")]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            if isinstance(how, str) and how.lower() in OF_ONE_LAYER:
+            if isinstance(how, str) and how.lower() in OF_ONE_LAYER and adapter in layer.lora_A:
                 OF_ONE_LAYER[how.lower()](layer, adapter)
             begun = {name for name, p in before.items() if p.data_ptr() != values[name].data_ptr()}
             for name in own:

@@ -849,6 +849,7 @@ BLANK: dict[str, dict[str, Any]] = {
     "dora": {"target_modules": ATTENTION, "init_lora_weights": False, "use_dora": True},
     "pissa": {"target_modules": ATTENTION, "init_lora_weights": "pissa"},
     "olora": {"target_modules": "all-linear", "init_lora_weights": "olora"},
+    "pissa beside an embedding": {"target_modules": ["q_proj", "embed_tokens"], "init_lora_weights": "pissa"},
     "copied head": {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
     "copies": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
 }
@@ -877,7 +878,10 @@ def of_folder(folder: Path, case: str, name: str = "llama") -> list[str]:
 @pytest.mark.turns
 @pytest.mark.parametrize(("case", "p"), covering(list(BLANK), [2, 3], strength=1))
 def test_adapters_of_a_model_on_meta_are_those_of_the_loaded_one(pool: Pool, tmp_path: Path, case: str, p: int) -> None:
-    """Every process had to load the whole model for its adapters, eight times 141 GB for 70 B on a host."""
+    """Every process had to load the whole model for its adapters, eight times 141 GB for 70 B on a host.
+
+    peft begins an embedding's adapter as usual with `pissa`: the stage of the embedding raised a KeyError in boost.
+    """
     zoo.build("llama").save_pretrained(tmp_path)
     assert pool.run(of_folder, p, tmp_path, case) == [[]] * p
 
@@ -1120,6 +1124,16 @@ def test_adapters_that_make_another_base_are_refused_on_meta(tmp_path: Path, fie
             model = zoo.build("llama")
         with pytest.raises(ConfigurationError, match=r"the model is on meta\. Load the model with its weights"):
             enable_lora(model, folder, given, None)
+
+
+def test_an_initialization_that_changes_a_tied_weight_is_refused_on_meta() -> None:
+    """peft changes the weight under both names. Only the stage of the head did, and the values of the embedding's stage
+    then replaced its own: the head computed W + BA instead of W."""
+    with torch.device("meta"):
+        model = zoo.build("llama-tied")
+    config = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights="pissa")
+    with pytest.raises(ConfigurationError, match=r"'pissa' changes .*lm_head.*tied to .*embed_tokens.*Load the model"):
+        enable_lora(model, None, config, None)
 
 
 def test_a_cast_of_the_base_on_meta_is_kept() -> None:
