@@ -266,7 +266,7 @@ class _Plan:
                         )
                         self.problems.append(f"{min(keys)} is quantized, {why}")
                         continue
-                    self.scales[layer], expected = source.scales[min(keys)], tuple(state[layer].shape)
+                    self.scales[layer], expected = source.scales[min(keys)], self.packed[layer].saved_shape
                 if shape != expected:
                     self.problems.append(f"{name} has shape {shape}, but {expected} in the model")
                 first = self.first[name]

@@ -30,6 +30,8 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
 
     Attributes:
         options: the keyword arguments of `quantize_4bit`.
+        storage: the dtype of the packed bytes in a checkpoint. In memory, this dtype is always uint8, since code that
+            casts or checks floating-point tensors would take the bytes for numbers.
         unloaded: the `quant_state` while the weight has no values; a forward then uses the `quant_state` of zeros.
     """
 
@@ -37,7 +39,16 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     compute_dtype: torch.dtype
     quant_state: Any
     options: dict[str, Any]
+    storage: torch.dtype
     unloaded: Any
+
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        return len(self.weight) // self.storage.itemsize, 1
+
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        return self.storage
 
     @property
     def scales(self) -> int:
@@ -45,7 +56,8 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
         return state.absmax.nbytes + (0 if state.state2 is None else state.state2.absmax.nbytes)
 
     def begin(self) -> None:
-        names = "blocksize", "compress_statistics", "quant_type", "quant_storage"
+        names = "blocksize", "compress_statistics", "quant_type"
+        self.storage, self.weight.quant_storage = self.weight.quant_storage, torch.uint8
         self.options = {name: getattr(self.weight, name) for name in names}
         blank = quantized_blank((self.out_features, self.in_features), self.values_dtype, **self.options)
         self.weight.data, self.unloaded = copy.deepcopy(blank)
@@ -63,7 +75,8 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
         state = functional.QuantState.from_dict(dict(scales), value.device)
         if (found := _layout(state)) != (expected := _layout(self.unloaded)):
             raise ValueError(f"its scales are {found}, but the layer has {expected}")
-        self.weight.data, self.quant_state, self.weight.bnb_quantized = value, state, True
+        packed = value.view(torch.uint8).reshape(-1, 1)
+        self.weight.data, self.quant_state, self.weight.bnb_quantized = packed, state, True
 
     def _quantized(self, value: Rows, packed: Tensor) -> Any:
         """Quantize a weight of `whole_shape` into `packed`, and return the `quant_state`."""
@@ -105,7 +118,6 @@ def quantize_4bit(
     blocksize: int,
     compress_statistics: bool,
     quant_type: str,
-    quant_storage: torch.dtype,
 ) -> Any:
     """Quantize the parts of a tensor of this shape into `packed`, and return the `quant_state`. In each
     part except the last, the number of elements is a multiple of `blocksize`.
@@ -117,9 +129,7 @@ def quantize_4bit(
     values, blocks = 0, 0
     state: Any = None
     for part in parts:
-        made, state = functional.quantize_4bit(
-            part, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage
-        )
+        made, state = functional.quantize_4bit(part, blocksize=blocksize, quant_type=quant_type)
         packed[values : values + len(made)] = made
         scales[blocks : blocks + len(state.absmax)] = state.absmax
         values += len(made)

@@ -68,6 +68,11 @@ class Packed(nn.Module, ABC):
         return 4 * len(self.weight)
 
     @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """The shape of the weight in a quantized checkpoint."""
+        return tuple(self.weight.shape)
+
+    @property
     def adapter_dtype(self) -> torch.dtype:
         """The dtype of the library's own weight. If this is a floating-point dtype, peft casts new adapters to it."""
         return self.weight.dtype

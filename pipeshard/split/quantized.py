@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
@@ -144,18 +143,11 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str], method
 def quantization_of(config: Any, path: Any, given: Any) -> Any:
     """The quantization config of a checkpoint whose weights are quantized, otherwise `given`.
 
-    Raises ConfigurationError if a method other than bitsandbytes quantized the checkpoint, if both the checkpoint and
-    `given` define a quantization, or if `given` packs bytes in a floating-point dtype: a cast of the model's numbers
-    would also change the bytes.
+    Raises ConfigurationError if a method other than bitsandbytes quantized the checkpoint, or if both the checkpoint
+    and `given` define a quantization.
     """
     saved = getattr(config, "quantization_config", None)
     if saved is None:
-        storage = getattr(given, "bnb_4bit_quant_storage", torch.uint8)
-        if storage.is_floating_point:
-            raise ConfigurationError(
-                f"quantization_config: bnb_4bit_quant_storage={storage} is not supported, since packed bytes are not "
-                "numbers of this dtype. Omit it: the weights are then packed in torch.uint8"
-            )
         return given
     method = method_of(saved)
     if method != "bitsandbytes":

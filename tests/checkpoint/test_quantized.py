@@ -464,13 +464,28 @@ def test_other_ways_to_quantize_are_refused(tmp_path: Path, config: Any, message
         blank(tmp_path, config)
 
 
-def test_bytes_packed_in_a_floating_dtype_are_refused(tmp_path: Path) -> None:
-    """A user took bnb_4bit_quant_storage from a recipe for FSDP: packed bytes were cast to the precision like numbers,
-    and check_finite called some of them infinite."""
-    with pytest.raises(ConfigurationError, match=r"bnb_4bit_quant_storage=torch\.bfloat16 is not supported.*Omit it"):
-        blank(tmp_path, BitsAndBytesConfig(**NF4, bnb_4bit_quant_storage=torch.bfloat16))
-    weight = blank(tmp_path, BitsAndBytesConfig(**NF4)).model.layers[0].mlp.up_proj.weight
-    assert weight.dtype is torch.uint8
+def stored_as_numbers(folder: Path, is_packed: bool, precision: str) -> list[str]:
+    """What differs from one process, with bytes packed in bf16, and which packed weights were cast."""
+    model = build(LLAMA)
+    data, how = batch(LLAMA, model), quantization("nf4", bnb_4bit_quant_storage=torch.bfloat16)
+    config = None if is_packed else how
+    unsplit = Unsplit(of_one_process(type(model), folder, config))
+    split = Split(of_stages(type(model), folder, config), 2, data, num_microbatches=2, precision=precision)
+    reference = unsplit.backward_in_parts(data, num_microbatches=2)
+    found = compared(split, unsplit, split.backward(data)["loss"], reference, 1e-6 if precision == "fp32" else 0.1)
+    split.step()
+    layers = packed_layers(split.model.unwrap())
+    return found + [name for name, layer in layers if layer.weight.dtype is not torch.uint8]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("is_packed", "precision"), [(True, "fp32"), (True, "bf16"), (False, "bf16")])
+def test_bytes_packed_in_a_floating_dtype(pool: Pool, tmp_path: Path, is_packed: bool, precision: str) -> None:
+    """`bnb_4bit_quant_storage` of a recipe for FSDP: packed bytes were cast to the precision like numbers, and
+    check_finite called some of them infinite. If a folder had it, the trace failed with an error about strides."""
+    save_packed("causal-lm/llama", "nf4", tmp_path, bnb_4bit_quant_storage=torch.bfloat16)
+    folder = tmp_path / ("packed" if is_packed else "whole")
+    assert pool.run(stored_as_numbers, 2, folder, is_packed, precision) == [[], []]
 
 
 def test_every_other_method_of_transformers_is_refused_by_name() -> None:
@@ -507,12 +522,13 @@ def test_a_tied_layer_is_not_packed(tmp_path: Path) -> None:
         PipelinePlugin.from_pretrained(type(model), tmp_path, quantization_config=config)
 
 
-def save_packed(name: str, kind: str, folder: Path) -> Any:
+def save_packed(name: str, kind: str, folder: Path, **options: Any) -> Any:
     """Write what save_pretrained writes of a model that bitsandbytes has packed, and return the model."""
     (entry,) = find(name)
     model = build(entry)
     model.save_pretrained(folder / "whole")
-    packed = type(model).from_pretrained(folder / "whole", quantization_config=quantization(kind), dtype=torch.float32)
+    config = quantization(kind, **options)
+    packed = type(model).from_pretrained(folder / "whole", quantization_config=config, dtype=torch.float32)
     packed.save_pretrained(folder / "packed")
     return packed
 
