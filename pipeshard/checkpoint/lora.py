@@ -26,6 +26,7 @@ from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, ex
 from pipeshard.hf import ADAPTER_CONFIG, is_of_peft, without_adapters
 from pipeshard.split.adapters import adding_saved, put_adapters, refuse_changed_base, refuse_packed_base
 from pipeshard.split.blank import is_blank
+from pipeshard.split.packed import is_quantized
 from pipeshard.split.ties import first_names
 
 logger = logging.getLogger("pipeshard")
@@ -54,7 +55,8 @@ def enable_lora(
     if isinstance(model, PipelineModel):
         raise UsageError("the model is already boosted: call booster.enable_lora(model, ...) before booster.boost")
     if is_of_peft(model, "PeftModel"):
-        more = "load the model with its weights, and " if is_blank(model) else ""
+        loadable = "an unquantized model" if is_quantized(model) else "the model"
+        more = f"load {loadable} with its weights, and " if is_blank(model) else ""
         raise UsageError(
             "the model already has adapters: pass a model without adapters, or boost this model without enable_lora "
             f"(to add more adapters, {more}call model.add_adapter(name, config))"
@@ -95,7 +97,7 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
             check_adapter(path, model)
         if is_blank(model):
             refuse_packed_base(model, saved := PeftConfig.from_pretrained(str(path)))
-            refuse_changed_base(saved)
+            refuse_changed_base(model, saved)
         with warnings.catch_warnings(), adding_saved(model):
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")

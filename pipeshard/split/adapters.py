@@ -36,7 +36,6 @@ OF_OUTPUTS = {"ADALORA", "BEFT", "BOFT", "C3A", "FOURIERFT", "GRALORA", "IA3", "
 OF_OUTPUTS |= {"LORA", "MISS", "OFT", "RANDLORA", "ROAD", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"}
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
-WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
@@ -46,8 +45,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if the model
     is quantized and initial values need these weights.
     """
-    refuse_far(config)
     refuse_packed_base(model, config)
+    refuse_far(model, config)
     from peft.tuners.lora import LoraLayer  # the import takes a second
 
     how, by_weights = getattr(config, "init_lora_weights", True), needs_weights(config)
@@ -69,7 +68,7 @@ def _refuse_tied_begin(model: nn.Module, how: Any) -> None:
         if name in firsts and getattr(layer, "lora_A", None):  # not an embedding's layer, which peft begins as usual
             raise ConfigurationError(
                 f"init_lora_weights={how!r} changes {name}, which is tied to {firsts[name]}, but the model is on meta. "
-                f"{WITH_WEIGHTS}, or remove this layer from target_modules"
+                f"{_advice(model)}, or remove this layer from target_modules"
             )
 
 
@@ -87,7 +86,7 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
             yield
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ConfigurationError(
-            f"peft decomposes weights when it adds these adapters, but the model is on meta. {WITH_WEIGHTS}"
+            f"peft decomposes weights when it adds these adapters, but the model is on meta. {_advice(model)}"
         ) from error
     new = {name: p for name, p in model.named_parameters() if p not in known and _is_nan(p)}
     copies, later = (
@@ -100,7 +99,7 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
         elif not (begins_later and parameter in later):
             raise ConfigurationError(
                 f"the initial values of the adapter parameter {name} depend on weights, but the model is on meta. "
-                f"{WITH_WEIGHTS}"
+                f"{_advice(model)}"
             )
 
 
@@ -166,7 +165,7 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
         if changed:
             raise ConfigurationError(
                 f"the base model changes when these adapters are added (the first change is in {changed[0]}), but the "
-                f"model is on meta. {WITH_WEIGHTS}"
+                f"model is on meta. {_advice(model)}"
             )
     finally:
         with without_weakrefs(model):
@@ -191,23 +190,30 @@ def _has_other_values(parameter: nn.Parameter, stand_in: Tensor) -> bool:
     return not is_moved and parameter.data_ptr() != stand_in.data_ptr()
 
 
-def refuse_far(config: Any) -> None:
+def _advice(model: nn.Module) -> str:
+    """What to do if adapters need more than a model on meta has. A quantized model with values cannot be boosted."""
+    if is_quantized(model):
+        return "Use plain LoRA or IA3, or load an unquantized model with its weights before booster.enable_lora"
+    return "Load the model with its weights before booster.enable_lora"
+
+
+def refuse_far(model: nn.Module, config: Any) -> None:
     """Raise ConfigurationError for adapters whose initial values need several layers, data, or rows of the
     embedding."""
     kind, how = _kind(config), getattr(config, "init_lora_weights", True)
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
     if kind not in ADAPTER_KINDS:
         raise ConfigurationError(
-            f"the model is on meta, but peft needs the weights to initialize {kind} adapters. {WITH_WEIGHTS}"
+            f"the model is on meta, but peft needs the weights to initialize {kind} adapters. {_advice(model)}"
         )
     if not is_known:
         raise ConfigurationError(
-            f"init_lora_weights={how!r} is not supported for a model on meta. {WITH_WEIGHTS}, or use True, False, "
-            "'gaussian', 'orthogonal', 'olora' or 'pissa'"
+            f"init_lora_weights={how!r} is not supported for a model on meta. {_advice(model)}, or use True, False, "
+            "'gaussian' or 'orthogonal' (without quantization, also 'olora' or 'pissa')"
         )
     if getattr(config, "trainable_token_indices", None):
         raise ConfigurationError(
-            f"trainable_token_indices needs the values of the embedding, but the model is on meta. {WITH_WEIGHTS}"
+            f"trainable_token_indices needs the values of the embedding, but the model is on meta. {_advice(model)}"
         )
 
 
@@ -224,25 +230,24 @@ def refuse_packed_base(model: nn.Module, config: Any) -> None:
         return
     what = "DoRA, PiSSA and OLoRA" if kind == "LORA" else f"{kind} adapters"
     raise ConfigurationError(
-        f"{what} are computed from the weights, but the weights of this model are quantized. Use plain LoRA, or load "
-        "the model without quantization_config"
+        f"{what} are computed from the weights, but the weights of this model are quantized. {_advice(model)}"
     )
 
 
-def refuse_changed_base(config: Any) -> None:
+def refuse_changed_base(model: nn.Module, config: Any) -> None:
     """Raise ConfigurationError for saved adapters whose initialization changes the weights of their layer, or computes
     tensors from these weights that peft does not save: peft repeats this when it loads the adapters."""
     kind, how = _kind(config), str(getattr(config, "init_lora_weights", True)).lower()
     if kind in READS_BASE:
         raise ConfigurationError(
             f"when peft loads saved {kind} adapters, it computes some of their tensors from the weights, but the model "
-            f"is on meta. {WITH_WEIGHTS}"
+            f"is on meta. {_advice(model)}"
         )
     if how.startswith(CHANGES_BASE):
         raise ConfigurationError(
             f"these adapters were initialized with init_lora_weights={how!r}, so the adapted layers need weights other "
             "than the base model's. peft computes these weights when it loads the adapters, but the model is on meta. "
-            f"{WITH_WEIGHTS}"
+            f"{_advice(model)}"
         )
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
-from peft import HRAConfig, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import HRAConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, TorchAoConfig
@@ -613,6 +613,22 @@ def test_saved_adapters_that_are_computed_from_weights_are_refused(tmp_path: Pat
     get_peft_model(build(LLAMA), made).save_pretrained(tmp_path / "adapters")
     with pytest.raises(ConfigurationError, match=f"{what} are computed from the weights, .* are quantized"):
         enable_lora(model, str(tmp_path / "adapters"), None, None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(target_modules="all-linear", trainable_token_indices=[3]),
+        LoraConfig(target_modules="all-linear", init_lora_weights="pissa_niter_4"),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+    ids=["tokens", "pissa_niter_4", "prompts"],
+)
+def test_a_refusal_of_adapters_does_not_advise_to_load_the_quantized_model(tmp_path: Path, config: Any) -> None:
+    """It advised to load the model with its weights. boost refused that model, and advised to leave it on meta."""
+    model = blank(tmp_path, quantization("nf4"))
+    with pytest.raises(ConfigurationError, match="Use plain LoRA or IA3, or load an unquantized model with its"):
+        enable_lora(model, None, config, None)
 
 
 def boosting(folder: Path, **arguments: Any) -> None:
