@@ -30,6 +30,7 @@ from pipeshard.hf import (
     has_flash_attention,
     has_known_loss,
     is_of_packages,
+    is_of_peft,
     padding_token,
     registered_functions,
     without_adapters,
@@ -306,11 +307,15 @@ def _warn_of_batch_norms(model: nn.Module, norms: Sequence[str]) -> None:
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified: all
     modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced methods or hooks, functions in their
-    files and registered functions that they call are from KNOWN_PACKAGES, `criterion` is None, and the optimizer is
-    from KNOWN_PACKAGES."""
+    files and registered functions that they call are from KNOWN_PACKAGES, LoRA adapters have no variant except DoRA
+    (VeLoRA mixes samples), `criterion` is None, and the optimizer is from KNOWN_PACKAGES."""
     if criterion is not None or not has_known_loss(model) or has_global_backward_hooks():
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
+        return False
+    adapted: list[Any] = [module for module in model.modules() if is_of_peft(module, "LoraLayer")]
+    variants = {type(variant).__name__ for layer in adapted for variant in layer.lora_variant.values()}
+    if not all(name.startswith("Dora") for name in variants):
         return False
     if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN_PACKAGES:
         return False

@@ -37,7 +37,7 @@ from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.safetensors_files import StoredTensors
 from pipeshard.distributed.collectives import whole
 from pipeshard.engine import grad_sync as gradients
-from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
+from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError, VerificationError
 from pipeshard.split.adapters import adding, begin
 from pipeshard.split.base_names import base_names
 from pipeshard.split.blank import give
@@ -1257,6 +1257,19 @@ def failing(save: Any) -> None:
     target = "peft.peft_model.safe_save_file" if dist.get_rank() == 0 else "os.nothing"
     with mock.patch(target, side_effect=OSError("disk full"), create=dist.get_rank() != 0):
         save()
+
+
+def mixing_samples() -> None:
+    config = LoraConfig(target_modules=ATTENTION, init_lora_weights=False, velora_config={"num_groups": 4})
+    Split(get_peft_model(zoo.build("llama"), config), 2, zoo.batch("llama"), num_microbatches=2)
+
+
+@pytest.mark.turns
+def test_adapters_that_mix_samples_are_found_by_the_proof(pool: Pool) -> None:
+    """VeLoRA's backward uses the mean of all tokens in a microbatch. A class of docs/parity.md counted as exact with
+    any adapters, so gradients differed from those of the whole batch, without an error."""
+    for message in pool.run_expecting(VerificationError, mixing_samples, 2):
+        assert "lora_A" in message and "num_microbatches=1" in message
 
 
 def deeper() -> nn.Module:
