@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from pipeshard.errors import ConfigurationError
 from pipeshard.split.blank import give
 
 CHUNK = 1 << 18  # elements that are quantized at a time
@@ -99,6 +100,12 @@ class Packed(nn.Module, ABC):
         """The output of the layer for the input `x`."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise ConfigurationError(
+                f"a quantized layer ({self.in_features} to {self.out_features}) got an input of dtype {x.dtype}: the "
+                "model casts inputs to the dtype of the layer's weight. Leave this layer unquantized: pass its name in "
+                "llm_int8_skip_modules of BitsAndBytesConfig, or modules_to_not_convert of TorchAoConfig"
+            )
         return nn.functional.linear(x, self._shaped(x.dtype), self.bias) if self.weight.is_meta else self.product(x)
 
     def _shaped(self, dtype: torch.dtype) -> Tensor:

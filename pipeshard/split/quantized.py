@@ -37,11 +37,12 @@ def quantize_blank(model: Any, config: Any) -> None:
         refuse_other_torchao(config)
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     before = first_names(model)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
     quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and quantizer.param_needs_quantization(model, f"{path}.weight"):
             for kind in kinds:
-                kind.take_over(module, model.dtype)
+                kind.take_over(module, dtypes[f"{path}.weight"])
             refuse_other_layer(path, module, method)
     refuse_lost_ties(before, first_names(model), method)
     quantizer.postprocess_model(model)

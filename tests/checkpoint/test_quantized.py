@@ -31,7 +31,7 @@ from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.split.blank import give
 from pipeshard.split.materialize import is_released, trim
 from pipeshard.split.packed import packed_layers
-from pipeshard.split.quantized import EXTRAS, quantization_of, refuse_other_ways
+from pipeshard.split.quantized import EXTRAS, quantization_of, quantize_blank, refuse_other_ways
 from pipeshard.verify.decide import Proven, alone, is_known
 from pipeshard.verify.proof import EXACT
 from tests.covering import covering
@@ -629,6 +629,29 @@ def test_a_refusal_of_adapters_does_not_advise_to_load_the_quantized_model(tmp_p
     model = blank(tmp_path, quantization("nf4"))
     with pytest.raises(ConfigurationError, match="Use plain LoRA or IA3, or load an unquantized model with its"):
         enable_lora(model, None, config, None)
+
+
+def test_each_layer_is_quantized_from_values_of_its_own_dtype(tmp_path: Path) -> None:
+    """Every layer had the dtype of the model's first parameter: with an embedding kept in fp32, 16-bit weights were
+    quantized in fp32, unlike in one process, and biases were fp32."""
+    build(LLAMA, attention_bias=True).save_pretrained(tmp_path)
+    model: Any = PipelinePlugin.from_pretrained(type(build(LLAMA)), tmp_path, dtype=torch.bfloat16)
+    model.model.embed_tokens.float()
+    model.model.layers[1].self_attn.q_proj.float()
+    quantize_blank(model, quantization("nf4"))
+    first, second = (layer.self_attn.q_proj for layer in model.model.layers[:2])
+    assert (first.values_dtype, first.bias.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (second.values_dtype, second.bias.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_integers_in_a_quantized_layer_are_refused(tmp_path: Path, kind: str) -> None:
+    """Some models cast inputs to the dtype of a layer's weight (`x.to(self.proj.weight.dtype)`): pixels became
+    integers, and the trace failed in a later layer."""
+    layer = blank(tmp_path, quantization(kind)).model.layers[0].self_attn.q_proj
+    x = torch.zeros(1, layer.in_features, device="meta").to(layer.weight.dtype)
+    with pytest.raises(ConfigurationError, match=r"got an input of dtype torch\.u?int8.*Leave this layer unquantized"):
+        layer(x)
 
 
 def boosting(folder: Path, **arguments: Any) -> None:
