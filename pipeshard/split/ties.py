@@ -226,7 +226,8 @@ def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
         if other[0] <= one[1] and stages[0] != stages[1]:
             raise ConfigurationError(
                 f"the parameters {one[2]} and {other[2]} share memory, but are not on the same stages: make them "
-                "one parameter (model.head.weight = model.embed.weight, or shared_weights=[...]), or copy one of them"
+                "one parameter (model.head.weight = model.embed.weight, or shared_weights=[...]), or copy one of them. "
+                "If they are adapters of peft, omit ensure_weight_tying=True"
             )
 
 

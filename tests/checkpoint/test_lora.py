@@ -1259,6 +1259,19 @@ def failing(save: Any) -> None:
         save()
 
 
+def tied_adapters() -> None:
+    config = LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True)
+    Split(get_peft_model(zoo.build("llama-tied"), config), 2, zoo.batch("llama"), num_microbatches=2)
+
+
+@pytest.mark.turns
+def test_tied_adapters_of_several_stages_are_refused(pool: Pool) -> None:
+    """peft ties the adapters of the embedding and the head: one is the other transposed. The advice was to make
+    them one parameter, but their shapes differ."""
+    for message in pool.run_expecting(ConfigurationError, tied_adapters, 2):
+        assert "omit ensure_weight_tying=True" in message
+
+
 def mixing_samples() -> None:
     config = LoraConfig(target_modules=ATTENTION, init_lora_weights=False, velora_config={"num_groups": 4})
     Split(get_peft_model(zoo.build("llama"), config), 2, zoo.batch("llama"), num_microbatches=2)
