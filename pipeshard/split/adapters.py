@@ -55,6 +55,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
         made = put(model, copy(config))
     if how not in OF_SHAPES:
         _refuse_tied_begin(made, how)
+    for name, parameter in made.named_parameters() if config.is_prompt_learning else ():
+        _refuse_computed(model, name, parameter)
     setattr(made, BEGINNING, frozenset(made.peft_config) if by_weights else frozenset())
     return made
 
@@ -97,10 +99,16 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
         if parameter in copies:
             give(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
         elif not (begins_later and parameter in later):
-            raise ConfigurationError(
-                f"the initial values of the adapter parameter {name} depend on weights, but the model is on meta. "
-                f"{_advice(model)}"
-            )
+            _refuse_computed(model, name, parameter)
+
+
+def _refuse_computed(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Raise ConfigurationError if this parameter of an adapter was computed from stand-ins of weights."""
+    if _is_nan(parameter):
+        raise ConfigurationError(
+            f"the initial values of the adapter parameter {name} depend on weights, but the model is on meta. "
+            f"{_advice(model)}"
+        )
 
 
 @contextmanager
@@ -202,7 +210,7 @@ def refuse_far(model: nn.Module, config: Any) -> None:
     embedding."""
     kind, how = _kind(config), getattr(config, "init_lora_weights", True)
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
-    if kind not in ADAPTER_KINDS:
+    if kind not in ADAPTER_KINDS and not config.is_prompt_learning:
         raise ConfigurationError(
             f"the model is on meta, but peft needs the weights to initialize {kind} adapters. {_advice(model)}"
         )

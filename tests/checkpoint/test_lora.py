@@ -886,6 +886,37 @@ def test_adapters_of_a_model_on_meta_are_those_of_the_loaded_one(pool: Pool, tmp
     assert pool.run(of_folder, p, tmp_path, case) == [[]] * p
 
 
+PROMPTS: dict[str, Any] = {
+    "prompts": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def prompts_of_folder(folder: Path, case: str) -> list[str]:
+    """What differs, in two steps, from the model that one process loads before it gets its prompts."""
+    base = zoo.build("llama")
+    torch.manual_seed(3)
+    unsplit = Unsplit(get_peft_model(base, PROMPTS[case]))
+    model: Any = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, folder).train()
+    torch.manual_seed(3)
+    model = enable_lora(model, None, PROMPTS[case], None)
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    found = differences(split, unsplit, zoo.batch("llama"), 1e-5)
+    unsplit.step()
+    split.step()
+    return found + differences(split, unsplit, zoo.batch("llama", seed=1), 1e-4)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("case", list(PROMPTS))
+def test_prompts_of_a_model_on_meta_are_those_of_the_loaded_one(pool: Pool, tmp_path: Path, case: str) -> None:
+    """Prompts were refused on meta, although random values need no weights. A quantized base, which is always on meta,
+    therefore had no prompts."""
+    zoo.build("llama").save_pretrained(tmp_path)
+    assert pool.run(prompts_of_folder, 2, tmp_path, case) == [[], []]
+
+
 @pytest.mark.turns
 @pytest.mark.parametrize(("case", "is_saved"), [("copied head", False), ("copied head", True), ("copies", False)])
 def test_the_copy_of_a_tied_head_begins_with_the_embedding(
@@ -1158,7 +1189,11 @@ def on_a_blank(fields: dict[str, Any], **arguments: Any) -> None:
     ("fields", "arguments", "says"),
     [
         ({"init_lora_weights": "pissa_niter_4"}, {}, "'pissa_niter_4' is not supported for a model on meta"),
-        ({"num_virtual_tokens": 3}, {}, "PROMPT_TUNING adapters"),
+        (
+            {"num_virtual_tokens": 3, "prompt_tuning_init": "SAMPLE_VOCAB"},
+            {},
+            "the initial values of the adapter parameter prompt_encoder.default.embedding.weight depend on weights",
+        ),
         ({"trainable_token_indices": [3]}, {}, "needs the values of the embedding"),
         ({"use_dora": True}, {"precision": "bf16"}, "the weights are cast or sharded before they are loaded"),
     ],

@@ -39,7 +39,7 @@ from tests.messages import messages_of
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, compared, largest_error
+from tests.unsplit import Split, Unsplit, compared, differences, largest_error
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 linear4bit = pytest.importorskip("pipeshard.split.linear4bit")
@@ -237,6 +237,27 @@ def test_products_in_16_bits(pool: Pool, tmp_path: Path, kind: str, precision: s
     """
     build(LLAMA).save_pretrained(tmp_path)
     assert pool.run(rounded, 2, tmp_path, kind, precision, autocast) == [[], []]
+
+
+def prompted(folder: Path) -> list[str]:
+    """What differs from one process with prompts on a quantized base."""
+    kind, config = type(build(LLAMA)), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    options = {"quantization_config": quantization("nf4"), "dtype": torch.float32}
+    whole = kind.from_pretrained(folder, **options).train()
+    torch.manual_seed(3)
+    unsplit = Unsplit(get_peft_model(whole, config))
+    blank = PipelinePlugin.from_pretrained(kind, folder, **options).train()
+    torch.manual_seed(3)
+    data = batch(LLAMA, whole)
+    split = Split(enable_lora(blank, None, config, None), 2, data, num_microbatches=2)
+    return differences(split, unsplit, data, 5e-6)
+
+
+@pytest.mark.turns
+def test_prompts_on_packed_weights(pool: Pool, tmp_path: Path) -> None:
+    """A quantized base had no prompts: they were refused on meta, and boost refused the loaded model."""
+    build(LLAMA).save_pretrained(tmp_path)
+    assert pool.run(prompted, 2, tmp_path) == [[], []]
 
 
 def generated(folder: Path, kind: str) -> tuple[list[int], list[int]]:
@@ -620,7 +641,7 @@ def test_saved_adapters_that_are_computed_from_weights_are_refused(tmp_path: Pat
     [
         LoraConfig(target_modules="all-linear", trainable_token_indices=[3]),
         LoraConfig(target_modules="all-linear", init_lora_weights="pissa_niter_4"),
-        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prompt_tuning_init="SAMPLE_VOCAB"),
     ],
     ids=["tokens", "pissa_niter_4", "prompts"],
 )
