@@ -274,7 +274,8 @@ class Experts:
         inside = {"num_experts": module.num_experts // mesh.size()}
         if hasattr(module, "_is_expert_parallel"):
             inside["_is_expert_parallel"] = True
-        module.forward = _connected(module, module.forward)
+        else:  # it may omit experts that no token has chosen; kernels of transformers do not
+            module.forward = _connected(module, module.forward)
         with replaced(module, **inside):
             EpDispatchExpertsParallel().install_forward(module, mesh, tp_mesh=mesh, ep_implementation="all_reduce")
         dispatching = module.forward
@@ -287,14 +288,15 @@ class Experts:
 
 
 def _connected(module: nn.Module, plain: Any) -> Any:
-    """The forward `plain` of experts, with an output that requires gradients also if no token chooses an expert of this
-    rank. Otherwise, the backward pass of this rank would not take part in the sums over the ranks."""
+    """The forward `plain` of experts, with an output that depends on the tokens, their weights and all parameters, also
+    if no token chooses an expert of this rank. Otherwise, the backward pass of this rank would not take part in each
+    sum over the ranks."""
 
     def forward(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         output: Tensor = plain(tokens, index, weights)
-        if torch.is_grad_enabled() and not output.requires_grad:
+        if torch.is_grad_enabled():
             inputs = [x for x in (tokens, weights, *module.parameters(recurse=False)) if x.requires_grad]
-            output = output + sum(x[:0].sum() for x in inputs)
+            output = output + sum(x.flatten()[:0].sum() for x in inputs)
         return output
 
     return forward

@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from pipeshard.distributed.collectives import local
 from pipeshard.distributed.mesh import TP
 from pipeshard.errors import ConfigurationError
-from pipeshard.split.tensor_parallel import DISPATCH, EXPERTS, Experts, plan_of
+from pipeshard.split.tensor_parallel import DISPATCH, EXPERTS, PARTIAL, Experts, plan_of
 from tests import zoo
 from tests.families import AUXILIARY, build_with, entry_of, left_padded
 from tests.parity.build import batch
@@ -106,6 +106,17 @@ class Loop(nn.Module):
         return output
 
 
+class Scaled(Loop):
+    """These experts, with a factor for all of them, and an output that depends on the tokens in any case."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__(experts)
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states * 0 + self.scale * super().forward(hidden_states, top_k_index, top_k_weights)
+
+
 class FirstTwo(Qwen3MoeTopKRouter):
     """A router that chooses experts 0 and 1, never 2 and 3."""
 
@@ -114,24 +125,26 @@ class FirstTwo(Qwen3MoeTopKRouter):
         return logits, weights, chosen % 2
 
 
-def not_chosen(schedule: str, pp: int) -> list[str]:
+def not_chosen(kind: type[Loop], schedule: str, pp: int) -> list[str]:
     """A step in which no token chooses an expert of the second rank; what differs from one process."""
     model: Any = build_with(entry_of("qwen3_moe")).double()
     for mlp in [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]:
-        mlp.experts = Loop(mlp.experts)
+        mlp.experts = kind(mlp.experts)
         mlp.gate.__class__ = FirstTwo
     data = batch(entry_of("qwen3_moe"), model)
     unsplit = Unsplit(copy.deepcopy(model))
-    split = Split(model, pp, data, num_microbatches=2, ep_size=2, ep_plan=PLAN, schedule=schedule)
+    plan = PLAN | ({f"{PATH}.scale": PARTIAL} if kind is Scaled else {})
+    split = Split(model, pp, data, num_microbatches=2, ep_size=2, ep_plan=plan, schedule=schedule)
     return differences(split, unsplit, data, num_microbatches=2)
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("zb-h1", 2)])
-def test_no_token_chooses_the_experts_of_a_rank(pool: Pool, schedule: str, pp: int) -> None:
+@pytest.mark.parametrize(("kind", "schedule", "pp"), [(Loop, "1f1b", 1), (Loop, "zb-h1", 2), (Scaled, "1f1b", 1)])
+def test_no_token_chooses_the_experts_of_a_rank(pool: Pool, kind: type[Loop], schedule: str, pp: int) -> None:
     """The rank's output was a constant, so that the backward of this rank did not sum the gradients of the tokens: the
-    other rank waited for this sum without end."""
-    assert not any(pool.run(not_chosen, 2 * pp, schedule, pp))
+    other rank waited for this sum without end. Later, the same happened to the gradients of the weights if the output
+    was not a constant, and a parameter without dimensions raised an IndexError."""
+    assert not any(pool.run(not_chosen, 2 * pp, kind, schedule, pp))
 
 
 def router_not_summed() -> Any:
