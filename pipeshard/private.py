@@ -20,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.overrides import TorchFunctionMode

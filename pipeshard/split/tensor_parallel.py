@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from pipeshard.errors import ConfigurationError, counted, hint
 from pipeshard.graph.units import Interception, Sliced
 from pipeshard.hf import DROPOUTS, HEADS, without_adapters
+from pipeshard.private import Dropout
 from pipeshard.replaced import replaced
 from pipeshard.split.ties import first_names, kept_tied, names_of
 
@@ -80,6 +81,11 @@ def plan_of(
             parameter = f"{path}.{key}" if path else key
             if style := plan.get(generic.get(parameter, parameter), whole):
                 expanded[parameter] = style
+            if whole is None and style not in (None, EXPERTS, PARTIAL) and isinstance(module, nn.Linear | nn.Embedding):
+                raise ConfigurationError(
+                    f"{by}_plan assigns {style!r} to {parameter}, but not to its module {path}, whose forward would "
+                    f"then fail: assign this style to {path}"
+                )
         if whole is not None:
             expanded[path] = whole
         if type(module).__name__ == "Conv1D" and (path in expanded or f"{path}.weight" in expanded):
@@ -123,30 +129,39 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
 
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
-    """Raise ConfigurationError if `size` does not divide a number of experts, if sharded experts have an eager forward,
-    dropout, or a buffer with an entry for each expert, if the plan does not shard all weights of the experts, or if it
-    shards weights of a module that runs all experts."""
+    """Raise ConfigurationError if `size` does not divide a number of experts, if sharded experts have a forward that
+    needs all experts, dropout, or a tensor with an entry for each expert that is not a parameter, if the plan does not
+    shard all weights of the experts, or if it shards weights of a module that runs all experts."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
-        if not isinstance(count := getattr(module, "num_experts", None), int) or count % size:
-            remedy = "choose a size that does"
-            if not isinstance(count, int):
-                remedy = f"set this attribute to the number of experts, or omit this module from the {by}_plan"
-            raise ConfigurationError(f"{by}_size={size} does not divide num_experts={count} of {path}: {remedy}")
-        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
+        if not isinstance(count := getattr(module, "num_experts", None), int):
             raise ConfigurationError(
-                f"{by}_size={size}: {path} runs its experts with experts_implementation='eager', which not every "
-                "architecture supports for a subset of its experts. Call model.set_experts_implementation('grouped_mm')"
+                f"{by}_plan assigns {DISPATCH!r} to {path}, whose num_experts is missing or not an integer: set this "
+                f"attribute to the number of experts, or omit this module from the {by}_plan"
             )
-        if key := next((key for key, buffer in module.named_buffers() if count in buffer.shape[:1]), None):
+        if count % size:
             raise ConfigurationError(
-                f"{by}_size={size}: {path}.{key}, a buffer, has an entry for each expert, but only parameters are "
-                f"sharded: make it an nn.Parameter with requires_grad=False, whose style is {EXPERTS!r}"
+                f"{by}_size={size} does not divide num_experts={count} of {path}: choose a size that does"
             )
-        if any(isinstance(inner, nn.Dropout) and inner.p for inner in module.modules()):
+        kernel = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        if kernel in ("eager", "deepgemm_megamoe"):
+            raise ConfigurationError(
+                f"{by}_size={size}: {path} runs its experts with experts_implementation={kernel!r}, which is not "
+                "supported for a subset of the experts. Pass experts_implementation='grouped_mm' to from_pretrained, "
+                "or call model.set_experts_implementation('grouped_mm')"
+            )
+        others = {**dict(module.named_buffers()), **vars(module)}
+        if key := next((key for key, x in others.items() if isinstance(x, Tensor) and count in x.shape[:1]), None):
+            raise ConfigurationError(
+                f"{by}_size={size}: the first dimension of {path}.{key} is num_experts={count}, but only parameters "
+                "are sharded. If this tensor has an entry for each expert, make it an nn.Parameter with requires_grad="
+                f"False, and assign {EXPERTS!r} to it in {by}_plan={{**model.{by}_plan, ...}}; otherwise, give it "
+                f"another shape, such as (1, {count})"
+            )
+        if any(isinstance(inner, Dropout) and inner.p for inner in module.modules()):
             raise ConfigurationError(
                 f"{by}_size={size}: {path} has dropout, and each rank would draw masks only for its own experts, which "
-                f"are not those of one process: set p=0.0, or use {by}_size=1"
+                f"are not those of one process: set p=0.0, move it out of this module, or use {by}_size=1"
             )
     for name, _ in model.named_parameters(remove_duplicate=False):
         within = next((path for path in dispatching if name.startswith(f"{path}.")), None)
