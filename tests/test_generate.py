@@ -413,6 +413,30 @@ def test_stopping_criteria_that_differ_between_ranks_are_refused(
         assert " of the result" in message and " of a call of LlamaForCausalLM" in message
 
 
+def opposed() -> tuple[Tensor, Tensor]:
+    """The tokens of one process, and those of slices of which the second computes the opposite of each logit."""
+    model = zoo.build("llama")
+    alone, split = copy.deepcopy(model).eval(), boosted(model, "llama", pp_size=1, tp_size=2)
+    split.unwrap().lm_head.register_forward_hook(lambda module, args, logits: logits * (1 - 2 * dist.get_rank()))
+    return generated(alone, "llama", **GREEDY), generated(split, "llama", **GREEDY)
+
+
+@pytest.mark.turns
+def test_slices_choose_from_the_same_logits(pool: Pool) -> None:
+    """With kernels that are not deterministic, slices compute logits that differ in their last bits. They chose other
+    tokens, and the error blamed the loop of generate."""
+    for expected, found in pool.run(opposed, 2):
+        assert torch.equal(expected, found)
+
+
+def test_states_in_tuples_are_not_compared() -> None:
+    """Each slice has states of its own heads, some of them integers, in a tuple: at the second token, an error said
+    that ranks have different tokens."""
+    ids, states = torch.tensor([[1, 2]]), (torch.tensor([3]), torch.tensor([4]))
+    digests = {forward.digest_of((ids,), {"past_buckets_states": (state,)}) for state in states}
+    assert digests == {forward.digest_of((ids,), {})}
+
+
 class Noting(BaseStreamer):
     def __init__(self) -> None:
         self.tokens: list[int] = []

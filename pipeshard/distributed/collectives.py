@@ -176,7 +176,8 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
     flat = tensor.detach().reshape(-1).contiguous()
     flat = flat.cuda() if flat.is_cuda else flat  # on the current GPU: NCCL rejects two ranks on one GPU
     broadcast_bytes(flat, ranks_of(group)[0] if source is None else source, group)
-    tensor.data.copy_(flat.view_as(tensor))
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.data.copy_(flat.view_as(tensor))
 
 
 def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.tree import field_of
-from pipeshard.distributed.collectives import CPU, as_bytes, broadcast_bytes, gather
+from pipeshard.distributed.collectives import CPU, as_bytes, broadcast_bytes, gather, share_tensor
 from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.mesh import TP
 from pipeshard.distributed.p2p import P2P, wait_for
@@ -76,19 +77,22 @@ class Forward:
         self._states: dict[OfModule, Tensor] = {}  # the rows of samples that glue has assigned to attributes
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank. With
-        one stage, whose slices run the whole model, only the tokens are compared."""
+        """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank, with
+        the logits of the first slice: those of another slice may round differently on a GPU."""
         with replaced(self, is_running=True):
+            self._refuse_other_tokens(path, args, kwargs)
             if self.pipeline.num_stages > 1:
-                return self._make(path, forward, arguments_by_name(forward, args, kwargs))
-            self._refuse_other_tokens(path, (args, kwargs))
-            return forward(*args, **kwargs)
+                output = self._make(path, forward, arguments_by_name(forward, args, kwargs))
+            else:  # each slice runs the whole model
+                output = forward(*args, **kwargs)
+            if isinstance(logits := getattr(output, LOGITS, None), Tensor):
+                share_tensor(logits, self.pipeline.grid.slices)
+            return output
 
     def _make(self, path: str, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         pipeline = self.pipeline
         entry = entry_of(pipeline.model, path, arguments)
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
-        self._refuse_other_tokens(path, {name: value for name, value in arguments.items() if name not in CACHES})
         self._used, self._parts = {}, {}
         self._complete(path, entry.data)
         self._meet((), entry.data)
@@ -97,14 +101,16 @@ class Forward:
 
     def end(self, result: Any) -> None:
         """Raise UsageError on every rank if the ranks' results of `generate` have different tokens."""
-        self._refuse_other_tokens(None, result)
+        self._refuse_other_tokens(None, [result], {})
 
-    def _refuse_other_tokens(self, path: str | None, values: Any) -> None:
+    def _refuse_other_tokens(self, path: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise UsageError on every rank if the ranks have chosen different tokens: they call different modules
-        (`path`, None at the end of `generate`), or `values` contain different integers."""
+        (`path`, None at the end of `generate`), or the arguments contain different integers."""
         read = "the result" if path is None else f"a call of {path or type(self.pipeline.model).__name__}"
-        told = _gathered([read, digest_of(values)], self._choosing)
-        if any(other != told[0] for other in told):
+        digest = digest_of(args, kwargs)
+        numbers = gather(torch.tensor([int(digest, 16), crc32(read.encode())]), self._choosing)
+        if (numbers != numbers[0]).any():
+            told = _gathered([read, digest], self._choosing)
             named = map(self.pipeline.grid.named, ranks_of(self._choosing))
             listed = ", ".join(f"{name}: {digest} of {read}" for name, (read, digest) in zip(named, told))
             raise of_all(
@@ -114,7 +120,7 @@ class Forward:
                     "of generate, so your logits processors, stopping criteria and other code of the loop must return "
                     "the same values on every rank: use torch's generator instead of other random numbers, and call "
                     "modules of the model instead of reading their parameters, which are NaN on the ranks of other "
-                    "stages"
+                    "stages, and sharded across the slices of a stage"
                 )
             )
 
@@ -393,11 +399,12 @@ class Forward:
         return output
 
 
-def digest_of(values: Any) -> str:
-    """A digest of the integer tensors in nested values (ids, positions, masks), which must be equal on all ranks. Of a
-    large tensor, only a sample of the values is included. Caches are omitted: each stage has the states of its own
-    layers."""
-    integers = (tensor for tensor in tree_tensors(values) if not tensor.is_floating_point() and not tensor.is_meta)
+def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A digest of the integer tensors in arguments (ids, positions, masks), which must be equal on all ranks. Of a
+    large tensor, only a sample of the values is included. Caches are omitted: each rank has the states of its own
+    layers and heads."""
+    compared = [*args, *(value for name, value in kwargs.items() if name not in CACHES)]
+    integers = (tensor for tensor in tree_tensors(compared) if not tensor.is_floating_point() and not tensor.is_meta)
     return digest_tensors(integers, lambda _: True)
 
 
@@ -432,7 +439,7 @@ def _has_content(value: Any) -> bool:
 
 
 def _gathered(said: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The plain data of every rank of the group, sent as JSON. This function is called twice per token, and
+    """The plain data of every rank of the group, sent as JSON. This function is called for each token, and
     takes a twentieth of the time of `gather_objects`, which also sends tensors."""
     content = json.dumps(said).encode()
     lengths = gather(torch.tensor([len(content)]), group)[:, 0].tolist()
