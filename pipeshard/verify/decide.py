@@ -55,6 +55,9 @@ LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
 SHARE = 0.1  # share of the free memory that verify="auto" may allocate
 COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, and additional ones
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
+# The classes of adapters, and the beginnings of the names of LoRA variants, in which no sample depends on others.
+KNOWN_ADAPTERS = "LoraLayer", "IA3Layer"
+KNOWN_VARIANTS = "Dora", "ALora", "BdLora", "MiCA"
 ACROSS = (
     "Every value that crosses a cut must be an argument or a result of a unit: change the forward at that point, or "
     "cut elsewhere (partition=[...]). "
@@ -307,15 +310,13 @@ def _warn_of_batch_norms(model: nn.Module, norms: Sequence[str]) -> None:
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified: all
     modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced methods or hooks, functions in their
-    files and registered functions that they call are from KNOWN_PACKAGES, LoRA adapters have no variant except DoRA
-    (VeLoRA mixes samples), `criterion` is None, and the optimizer is from KNOWN_PACKAGES."""
+    files and registered functions that they call are from KNOWN_PACKAGES, adapters are of KNOWN_ADAPTERS (Lily and
+    VeLoRA mix samples), `criterion` is None, and the optimizer is from KNOWN_PACKAGES."""
     if criterion is not None or not has_known_loss(model) or has_global_backward_hooks():
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
         return False
-    adapted: list[Any] = [module for module in model.modules() if is_of_peft(module, "LoraLayer")]
-    variants = {type(variant).__name__ for layer in adapted for variant in layer.lora_variant.values()}
-    if not all(name.startswith("Dora") for name in variants):
+    if not all(map(_is_known_adapter, model.modules())):
         return False
     if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN_PACKAGES:
         return False
@@ -332,6 +333,14 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
         and not any(getattr(module, hooks) for hooks in HOOK_TABLES)
         for module in model.modules()
     )
+
+
+def _is_known_adapter(module: Any) -> bool:
+    """Whether this is a layer of KNOWN_ADAPTERS without variants other than KNOWN_VARIANTS, or no adapted layer."""
+    if not any(is_of_peft(module, kind) for kind in KNOWN_ADAPTERS):
+        return not is_of_peft(module, "BaseTunerLayer")
+    variants = getattr(module, "lora_variant", {}).values()  # older versions of peft have no variants
+    return all(type(variant).__name__.startswith(KNOWN_VARIANTS) for variant in variants)
 
 
 def _remedies(sample: Batch) -> str:

@@ -18,6 +18,8 @@ import transformers
 from colossalai.booster import Booster
 from peft import (
     IA3Config,
+    LilyConfig,
+    LoHaConfig,
     LoraConfig,
     PeftModel,
     PrefixTuningConfig,
@@ -44,6 +46,7 @@ from pipeshard.split.blank import give
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of
 from pipeshard.trainer.checkpoint import load_checkpoint_weights, save_weights
+from pipeshard.verify.decide import is_known
 from tests import zoo
 from tests.covering import covering
 from tests.pool import Pool
@@ -1307,17 +1310,44 @@ def test_tied_adapters_of_several_stages_are_refused(pool: Pool) -> None:
         assert "omit ensure_weight_tying=True" in message
 
 
-def mixing_samples() -> None:
-    config = LoraConfig(target_modules=ATTENTION, init_lora_weights=False, velora_config={"num_groups": 4})
-    Split(get_peft_model(zoo.build("llama"), config), 2, zoo.batch("llama"), num_microbatches=2)
+MIXING: dict[str, Any] = {
+    "velora": LoraConfig(target_modules=ATTENTION, init_lora_weights=False, velora_config={"num_groups": 4}),
+    "lily": LilyConfig(r=4, target_modules=ATTENTION, init_weights=False, num_B=2),
+}
+
+
+def mixing_samples(kind: str) -> None:
+    Split(get_peft_model(zoo.build("llama"), MIXING[kind]), 2, zoo.batch("llama"), num_microbatches=2)
 
 
 @pytest.mark.turns
-def test_adapters_that_mix_samples_are_found_by_the_proof(pool: Pool) -> None:
-    """VeLoRA's backward uses the mean of all tokens in a microbatch. A class of docs/parity.md counted as exact with
-    any adapters, so gradients differed from those of the whole batch, without an error."""
-    for message in pool.run_expecting(VerificationError, mixing_samples, 2):
-        assert "lora_A" in message and "num_microbatches=1" in message
+@pytest.mark.parametrize("kind", MIXING)
+def test_adapters_that_mix_samples_are_found_by_the_proof(pool: Pool, kind: str) -> None:
+    """VeLoRA's backward and Lily's router use the mean of all tokens in a microbatch. A class of docs/parity.md counted
+    as exact with any adapters, so gradients differed from those of the whole batch, without an error."""
+    for message in pool.run_expecting(VerificationError, mixing_samples, 2, kind):
+        assert "num_microbatches=1" in message
+
+
+KNOWN: dict[str, Any] = {
+    "modules_to_save": LoraConfig(target_modules=ATTENTION, modules_to_save=["lm_head"]),
+    "dora": LoraConfig(target_modules=ATTENTION, use_dora=True),
+    "alora": LoraConfig(target_modules=ATTENTION, alora_invocation_tokens=[1]),
+    "ia3": IA3Config(target_modules=ATTENTION, feedforward_modules=[]),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def test_which_adapters_are_known() -> None:
+    """With a peft without LoRA variants, a boost with LoRA raised AttributeError."""
+    for name, config in KNOWN.items():
+        assert is_known(get_peft_model(zoo.build("llama"), config), None), name
+    for config in (*MIXING.values(), LoHaConfig(target_modules=ATTENTION)):
+        assert not is_known(get_peft_model(zoo.build("llama"), config), None)
+    older = get_peft_model(zoo.build("llama"), LoraConfig(target_modules=ATTENTION))
+    for layer in older.modules():
+        vars(layer).pop("lora_variant", None)
+    assert is_known(older, None)
 
 
 def deeper() -> nn.Module:
