@@ -31,9 +31,10 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
 READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these kinds from the weights, and does not save them
-# The kinds of adapters that use only the outputs of the layers that they adapt, not the weights.
+# The kinds of adapters that use only the outputs of the layers that they adapt, not the weights. Others are refused.
 OF_OUTPUTS = {"ADALORA", "BEFT", "BOFT", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR"}
-OF_OUTPUTS |= {"LORA", "MISS", "OFT", "RANDLORA", "ROAD", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"}
+OF_OUTPUTS |= {"LORA", "MISS", "OFT", "POLY", "PVERA", "RANDLORA", "ROAD", "TRAINABLE_TOKENS", "UNILORA", "VBLORA"}
+OF_OUTPUTS |= {"VERA", "WAVEFT"}
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
 
@@ -201,7 +202,10 @@ def _has_other_values(parameter: nn.Parameter, stand_in: Tensor) -> bool:
 def _advice(model: nn.Module) -> str:
     """What to do if adapters need more than a model on meta has. A quantized model with values cannot be boosted."""
     if is_quantized(model):
-        return "Use plain LoRA or IA3, or load an unquantized model with its weights before booster.enable_lora"
+        return (
+            "Use plain LoRA, IA3 or random prompts (prompt_tuning_init='RANDOM'), or load an unquantized model with its "
+            "weights before booster.enable_lora"
+        )
     return "Load the model with its weights before booster.enable_lora"
 
 
@@ -234,11 +238,14 @@ def refuse_packed_base(model: nn.Module, config: Any) -> None:
     """Raise ConfigurationError for adapters that use the weights of their layer, not only its outputs, if the weights
     of the model are quantized."""
     kind = _kind(config)
-    if not is_quantized(model) or config.is_prompt_learning or (kind in OF_OUTPUTS and not needs_weights(config)):
+    is_bat = kind == "MISS" and config.init_weights == "bat"
+    reads_weights = kind not in OF_OUTPUTS or is_bat or needs_weights(config)
+    if not reads_weights or config.is_prompt_learning or not is_quantized(model):
         return
-    what = "DoRA, PiSSA and OLoRA" if kind == "LORA" else f"{kind} adapters"
+    some = {"LORA": "DoRA, PiSSA and OLoRA", "MISS": "MISS adapters with init_weights='bat'"}
     raise ConfigurationError(
-        f"{what} are computed from the weights, but the weights of this model are quantized. {_advice(model)}"
+        f"{some.get(kind, f'{kind} adapters')} are computed from the weights, or are not known to use only the outputs "
+        f"of the layers, but the weights of this model are quantized. {_advice(model)}"
     )
 
 

@@ -17,7 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
-from peft import HRAConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    HRAConfig,
+    LoraConfig,
+    MissConfig,
+    PeftModel,
+    PromptTuningConfig,
+    PveraConfig,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, TorchAoConfig
@@ -624,7 +633,13 @@ def test_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("made", "what"), [(LoraConfig(use_dora=True), "DoRA, PiSSA and OLoRA"), (HRAConfig(), "HRA adapters")]
+    ("made", "what"),
+    [
+        (LoraConfig(use_dora=True), "DoRA, PiSSA and OLoRA are"),
+        (HRAConfig(), "HRA adapters are"),
+        (MissConfig(r=4, init_weights="bat"), "MISS adapters with init_weights='bat' are"),
+    ],
+    ids=["dora", "hra", "miss"],
 )
 def test_saved_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path, made: Any, what: str) -> None:
     """Only new DoRA adapters were refused. Saved ones failed with "has no adapter for this model" in 4 bits; on
@@ -632,8 +647,16 @@ def test_saved_adapters_that_are_computed_from_weights_are_refused(tmp_path: Pat
     made.target_modules = {"q_proj"}
     model = blank(tmp_path / "base", quantization("nf4"))
     get_peft_model(build(LLAMA), made).save_pretrained(tmp_path / "adapters")
-    with pytest.raises(ConfigurationError, match=f"{what} are computed from the weights, .* are quantized"):
+    with pytest.raises(ConfigurationError, match=f"{what} computed from the weights, .* are quantized"):
         enable_lora(model, str(tmp_path / "adapters"), None, None)
+
+
+def test_saved_adapters_that_use_only_outputs_are_loaded(tmp_path: Path) -> None:
+    """PVeRA adapters call the layer that they adapt, but were refused as computed from its weights."""
+    model = blank(tmp_path / "base", quantization("nf4"))
+    made = get_peft_model(build(LLAMA), PveraConfig(r=4, target_modules=["q_proj"]))
+    made.save_pretrained(str(tmp_path / "adapters"))
+    assert isinstance(enable_lora(model, str(tmp_path / "adapters"), None, None), PeftModel)
 
 
 @pytest.mark.parametrize(
@@ -648,7 +671,7 @@ def test_saved_adapters_that_are_computed_from_weights_are_refused(tmp_path: Pat
 def test_a_refusal_of_adapters_does_not_advise_to_load_the_quantized_model(tmp_path: Path, config: Any) -> None:
     """It advised to load the model with its weights. boost refused that model, and advised to leave it on meta."""
     model = blank(tmp_path, quantization("nf4"))
-    with pytest.raises(ConfigurationError, match="Use plain LoRA or IA3, or load an unquantized model with its"):
+    with pytest.raises(ConfigurationError, match="Use plain LoRA, IA3 or random prompts .*, or load an unquantized"):
         enable_lora(model, None, config, None)
 
 
