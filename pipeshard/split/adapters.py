@@ -203,8 +203,8 @@ def _advice(model: nn.Module) -> str:
     """What to do if adapters need more than a model on meta has. A quantized model with values cannot be boosted."""
     if is_quantized(model):
         return (
-            "Use plain LoRA, IA3 or random prompts (prompt_tuning_init='RANDOM'), or load an unquantized model with its "
-            "weights before booster.enable_lora"
+            "Use plain LoRA, IA3 or random prompts (prompt_tuning_init='RANDOM'), or load an unquantized model with "
+            "its weights before booster.enable_lora"
         )
     return "Load the model with its weights before booster.enable_lora"
 

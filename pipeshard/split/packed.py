@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import TraceError
 from pipeshard.split.blank import give
 
 CHUNK = 1 << 18  # elements that are quantized at a time
@@ -50,6 +50,7 @@ class Packed(nn.Module, ABC):
         whole_shape: the shape of the weight in an unquantized checkpoint.
         is_transposed: whether a checkpoint stores the weight as (in, out).
         values_dtype: the dtype of the values before quantization.
+        path: the path of the layer in the base model.
     """
 
     layer_class: ClassVar[type[nn.Module]]
@@ -62,6 +63,7 @@ class Packed(nn.Module, ABC):
     out_features: int
     is_transposed: bool
     values_dtype: torch.dtype
+    path: str
 
     @property
     def scales(self) -> int:
@@ -101,10 +103,11 @@ class Packed(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
-            raise ConfigurationError(
-                f"a quantized layer ({self.in_features} to {self.out_features}) got an input of dtype {x.dtype}: the "
-                "model casts inputs to the dtype of the layer's weight. Leave this layer unquantized: pass its name in "
-                "llm_int8_skip_modules of BitsAndBytesConfig, or modules_to_not_convert of TorchAoConfig"
+            raise TraceError(
+                f"the quantized layer {self.path} got an input of dtype {x.dtype}: the model casts inputs to the dtype "
+                "of the layer's weight. Load an unquantized folder, and leave this layer unquantized: pass its name, "
+                "and the names of layers that are unquantized by default (such as lm_head), in llm_int8_skip_modules "
+                "of BitsAndBytesConfig, or modules_to_not_convert of TorchAoConfig"
             )
         return nn.functional.linear(x, self._shaped(x.dtype), self.bias) if self.weight.is_meta else self.product(x)
 
@@ -115,16 +118,16 @@ class Packed(nn.Module, ABC):
         return one.expand(self.whole_shape[:: -1 if self.is_transposed else 1])
 
     @classmethod
-    def take_over(cls, module: nn.Module, dtype: torch.dtype) -> None:
+    def take_over(cls, module: nn.Module, dtype: torch.dtype, path: str = "") -> None:
         """Convert `module`, if it is a `layer_class` on meta, into a layer of this class, in place; `dtype` is the
-        dtype of the values before quantization."""
+        dtype of the values before quantization, and `path` the path of the layer in the base model."""
         if type(module) is not cls.layer_class:
             return
         layer: Any = module
         layer.__class__, layer.weight.__class__ = cls, cls.weight_class
         layer.is_transposed = _is_conv1d(getattr(layer, "source_cls", nn.Linear))
         layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if layer.is_transposed else -1]
-        layer.values_dtype = dtype
+        layer.values_dtype, layer.path = dtype, path
         layer.begin()
         if layer.bias is not None:
             give(layer.bias, layer.bias.data.to(dtype))
@@ -139,7 +142,7 @@ class Packed(nn.Module, ABC):
         sizes = tuple(values.weight.shape)[:: 1 if _is_conv1d(type(linear)) else -1]
         made: Any = self.blank(*sizes, values.bias is not None)
         made.source_cls = type(linear)
-        self.take_over(made, values.weight.dtype)
+        self.take_over(made, values.weight.dtype, self.path)
         give(made.weight, torch.empty_like(made.weight.as_subclass(Tensor), device=values.weight.device))
         made.pack(values.weight.detach())
         if values.bias is not None:

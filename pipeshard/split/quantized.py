@@ -42,7 +42,7 @@ def quantize_blank(model: Any, config: Any) -> None:
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and quantizer.param_needs_quantization(model, f"{path}.weight"):
             for kind in kinds:
-                kind.take_over(module, dtypes[f"{path}.weight"])
+                kind.take_over(module, dtypes[f"{path}.weight"], path)
             refuse_other_layer(path, module, method)
     refuse_lost_ties(before, first_names(model), method)
     quantizer.postprocess_model(model)

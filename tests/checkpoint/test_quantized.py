@@ -36,7 +36,7 @@ from benchmarks.resident import peak, reset_peak, resident
 from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.safetensors_files import StoredTensors
-from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.errors import CheckpointError, ConfigurationError, TraceError, UsageError
 from pipeshard.split.blank import give
 from pipeshard.split.materialize import is_released, trim
 from pipeshard.split.packed import packed_layers
@@ -671,7 +671,7 @@ def test_saved_adapters_that_use_only_outputs_are_loaded(tmp_path: Path) -> None
 def test_a_refusal_of_adapters_does_not_advise_to_load_the_quantized_model(tmp_path: Path, config: Any) -> None:
     """It advised to load the model with its weights. boost refused that model, and advised to leave it on meta."""
     model = blank(tmp_path, quantization("nf4"))
-    with pytest.raises(ConfigurationError, match="Use plain LoRA, IA3 or random prompts .*, or load an unquantized"):
+    with pytest.raises(ConfigurationError, match=r"Use plain LoRA, IA3 or random prompts .*, or load an unquantized"):
         enable_lora(model, None, config, None)
 
 
@@ -688,14 +688,23 @@ def test_each_layer_is_quantized_from_values_of_its_own_dtype(tmp_path: Path) ->
     assert (second.values_dtype, second.bias.dtype) == (torch.float32, torch.float32)
 
 
+def casting(folder: Path, kind: str) -> None:
+    model = build(LLAMA)
+    made: Any = of_stages(type(model), folder, quantization(kind), 1)
+    layer = made.get_base_model().model.layers[1].self_attn.q_proj.base_layer
+    layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0].to(layer.weight.dtype),))
+    Split(made, 1, batch(LLAMA, model), num_microbatches=2)
+
+
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_integers_in_a_quantized_layer_are_refused(tmp_path: Path, kind: str) -> None:
+def test_integers_in_a_quantized_layer_are_refused(pool: Pool, tmp_path: Path, kind: str) -> None:
     """Some models cast inputs to the dtype of a layer's weight (`x.to(self.proj.weight.dtype)`): pixels became
-    integers, and the trace failed in a later layer."""
-    layer = blank(tmp_path, quantization(kind)).model.layers[0].self_attn.q_proj
-    x = torch.zeros(1, layer.in_features, device="meta").to(layer.weight.dtype)
-    with pytest.raises(ConfigurationError, match=r"got an input of dtype torch\.u?int8.*Leave this layer unquantized"):
-        layer(x)
+    integers, and the trace failed in a later layer. Then the error named no layer, and advised another batch."""
+    build(LLAMA).save_pretrained(tmp_path)
+    (message,) = pool.run_expecting(TraceError, casting, 1, tmp_path, kind)
+    assert "the quantized layer model.layers.1.self_attn.q_proj got an input of dtype torch." in message
+    assert "leave this layer unquantized" in message and "dry_run_input" not in message
 
 
 def boosting(folder: Path, **arguments: Any) -> None:
