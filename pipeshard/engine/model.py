@@ -21,7 +21,7 @@ from pipeshard.graph.nodes import nodes_from
 from pipeshard.hf import CONTINUOUS
 from pipeshard.private import allows_checkpoints, current_node, tree_tensors, will_execute
 from pipeshard.replaced import replaced
-from pipeshard.split.packed import UNWRITTEN, is_quantized
+from pipeshard.split.packed import UNWRITTEN, Packed
 
 
 class Whole:
@@ -192,10 +192,11 @@ class PipelineModel(nn.Module):
         self.generation: Any = None  # runs `generate` on all stages
         self.checkpoint_io: Any = None  # the plugin's, which tracks asynchronous saves
         guard(module)
-        refused = NEED_ALL if self.whole is None else {}
-        if is_quantized(module):
+        refused, layers = (NEED_ALL if self.whole is None else {}), list(module.modules())
+        adapted = layers if self.whole is None else [getattr(layer, "base_layer", None) for layer in layers]
+        if any(isinstance(layer, Packed) for layer in adapted):
             refused = refused | dict.fromkeys(INTO_WEIGHTS, UNWRITTEN)
-        for each, (name, why) in product(module.modules(), refused.items()):
+        for each, (name, why) in product(layers, refused.items()):
             if hasattr(type(each), name):
                 vars(each)[name] = Refused(each, name, why)
 

@@ -790,3 +790,22 @@ def test_adapters_are_not_merged_into_packed_weights(pool: Pool, tmp_path: Path,
     for said in pool.run(merging, p, tmp_path, kind, p):
         for name, message in zip(("merge_adapter", "unmerge_adapter", "merge_and_unload"), said, strict=True):
             assert message.startswith(f"{name}: the base weights of this model are quantized")
+
+
+def merged_head(folder: Path) -> bool:
+    """Whether merge_adapter merges an adapter on the head, which is not quantized."""
+    model = build(LLAMA)
+    made: Any = PipelinePlugin.from_pretrained(type(model), folder, quantization_config=quantization("nf4")).train()
+    config = LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    boosted: Any = Split(enable_lora(made, None, config, None), 1, batch(LLAMA, model), num_microbatches=2).model
+    head = boosted.get_base_model().lm_head
+    expected = head.weight + head.get_delta_weight("default")
+    boosted.merge_adapter()
+    return torch.equal(head.weight, expected)
+
+
+@pytest.mark.turns
+def test_adapters_are_merged_into_weights_that_are_not_packed(pool: Pool, tmp_path: Path) -> None:
+    """merge_adapter of a quantized model was refused even if adapters were only on layers in 16 or 32 bits."""
+    build(LLAMA).save_pretrained(tmp_path)
+    assert pool.run(merged_head, 1, tmp_path) == [True]
