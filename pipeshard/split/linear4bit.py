@@ -30,8 +30,8 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
 
     Attributes:
         options: the keyword arguments of `quantize_4bit`.
-        storage: the dtype of the packed bytes in a checkpoint. In memory, this dtype is always uint8, since code that
-            casts or checks floating-point tensors would take the bytes for numbers.
+        storage: the dtype of the packed bytes in a checkpoint. In memory, the bytes are always uint8, since code that
+            casts or checks floating-point tensors would take bytes of another dtype for numbers.
         unloaded: the `quant_state` while the weight has no values; a forward then uses the `quant_state` of zeros.
     """
 

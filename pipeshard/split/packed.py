@@ -23,10 +23,10 @@ from pipeshard.split.blank import give
 
 CHUNK = 1 << 18  # elements that are quantized at a time
 UNWRITTEN = (
-    "the base weights of this model are quantized, and cannot be changed or saved as a model folder. "
+    "the base weights of this model are quantized: they cannot be changed, and cannot be saved as a model folder. "
     "Save the adapters with booster.save_lora_as_pretrained, or the training state with "
-    "pipeshard.save_training_state. To merge the adapters, load the base model in one process without "
-    "quantization_config, then call PeftModel.from_pretrained(model, <folder>) and merge_and_unload()"
+    "pipeshard.save_training_state. To merge the adapters, load the unquantized base model in one process, then call "
+    "PeftModel.from_pretrained(model, <folder>) and merge_and_unload()"
 )
 
 
