@@ -56,7 +56,7 @@ SHARE = 0.1  # share of the free memory that verify="auto" may allocate
 COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, and additional ones
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 # The classes of adapters, and the beginnings of the names of LoRA variants, in which no sample depends on others.
-KNOWN_ADAPTERS = "LoraLayer", "IA3Layer"
+KNOWN_ADAPTERS = "LoraLayer", "IA3Layer", "TrainableTokensLayer"
 KNOWN_VARIANTS = "Dora", "ALora", "BdLora", "MiCA"
 ACROSS = (
     "Every value that crosses a cut must be an argument or a result of a unit: change the forward at that point, or "
