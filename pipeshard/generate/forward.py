@@ -401,8 +401,8 @@ class Forward:
 
 def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """A digest of the integer tensors in arguments (ids, positions, masks), which must be equal on all ranks. Of a
-    large tensor, only a sample of the values is included. Caches are omitted: each rank has the states of its own
-    layers and heads."""
+    large tensor, only a sample of the values is included. Caches that are passed by name are omitted: each rank
+    has the states of its own layers and heads."""
     compared = [*args, *(value for name, value in kwargs.items() if name not in CACHES)]
     integers = (tensor for tensor in tree_tensors(compared) if not tensor.is_floating_point() and not tensor.is_meta)
     return digest_tensors(integers, lambda _: True)

@@ -72,6 +72,7 @@ def plan_of(
             raise ConfigurationError(f"{by}_plan names {rule}, which {name} does not have: {hint(rule, known)}")
     expanded: dict[str, str] = {}
     of_adapters: dict[str, str] = {}
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     for path, module in model.named_modules():
         whole = plan.get(generic.get(path, ""), of_adapters.get(path))
         if whole is not None and type(module).__module__.startswith("peft."):
@@ -86,6 +87,11 @@ def plan_of(
                     f"{by}_plan assigns {style!r} to {parameter}, but not to its module {path}, whose forward would "
                     f"then fail: assign this style to {path}"
                 )
+        if whole in ("colwise", "packed_colwise") and module is head:
+            raise ConfigurationError(
+                f"{by}_plan assigns {whole!r} to {path}, which would give each rank a part of the logits: use "
+                "'colwise_gather_output'"
+            )
         if whole is not None:
             expanded[path] = whole
         if type(module).__name__ == "Conv1D" and (path in expanded or f"{path}.weight" in expanded):
@@ -145,18 +151,19 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
             )
         kernel = getattr(getattr(module, "config", None), "_experts_implementation", None)
         if kernel in ("eager", "deepgemm_megamoe"):
+            call = ", or call model.set_experts_implementation('grouped_mm')" if kernel == "eager" else ""
             raise ConfigurationError(
                 f"{by}_size={size}: {path} runs its experts with experts_implementation={kernel!r}, which is not "
-                "supported for a subset of the experts. Pass experts_implementation='grouped_mm' to from_pretrained, "
-                "or call model.set_experts_implementation('grouped_mm')"
+                "supported for a subset of the experts. Pass experts_implementation='grouped_mm' to "
+                f"from_pretrained{call}"
             )
         others = {**dict(module.named_buffers()), **vars(module)}
         if key := next((key for key, x in others.items() if isinstance(x, Tensor) and count in x.shape[:1]), None):
             raise ConfigurationError(
                 f"{by}_size={size}: the first dimension of {path}.{key} is num_experts={count}, but only parameters "
                 "are sharded. If this tensor has an entry for each expert, make it an nn.Parameter with requires_grad="
-                f"False, and assign {EXPERTS!r} to it in {by}_plan={{**model.{by}_plan, ...}}; otherwise, give it "
-                f"another shape, such as (1, {count})"
+                f"False, and assign {EXPERTS!r} to it in your {by}_plan; otherwise, give it another "
+                f"shape, such as (1, {count})"
             )
         if any(isinstance(inner, Dropout) and inner.p for inner in module.modules()):
             raise ConfigurationError(
@@ -302,16 +309,18 @@ class Experts:
         module.forward = forward
 
 
-def _connected(module: nn.Module, plain: Any) -> Any:
-    """The forward `plain` of experts, with an output that depends on the tokens, their weights and all parameters, also
-    if no token chooses an expert of this rank. Otherwise, the backward pass of this rank would not take part in each
-    sum over the ranks."""
+def _connected(module: Any, plain: Any) -> Any:
+    """The forward `plain` of experts, with an output that depends on the tokens and their weights, also if no token
+    chooses an expert of this rank. Otherwise, the backward pass of this rank would not take part in each sum over the
+    ranks. In this case, the module's own parameters receive zeros as gradients, as in one process."""
 
     def forward(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         output: Tensor = plain(tokens, index, weights)
         if torch.is_grad_enabled():
-            inputs = [x for x in (tokens, weights, *module.parameters(recurse=False)) if x.requires_grad]
-            output = output + sum(x.flatten()[:0].sum() for x in inputs)
+            inputs = [tokens, weights]
+            if not (index < module.num_experts).any():
+                inputs += module.parameters(recurse=False)
+            output = output + sum(x[None][:0].sum() for x in inputs if x.requires_grad)
         return output
 
     return forward

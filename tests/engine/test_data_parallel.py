@@ -458,6 +458,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
             {},
             "to model.embed_tokens.weight, but not to its module model.embed_tokens, whose forward would then fail",
         ),
+        ({"lm_head": "colwise"}, {}, "'colwise' to lm_head, which would give each rank a part of the logits"),
         (None, {"attention_dropout": 0.1}, "attention_dropout=0.1 of LlamaForCausalLM would drop heads"),
         (None, {"num_attention_heads": 3}, "does not divide num_attention_heads=3"),
     ],
@@ -465,7 +466,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
 def test_plans_that_cannot_be(plan: dict[str, str] | None, config: dict[str, Any], message: str) -> None:
     """The style "sequence_parallel" doubled the gradients of norms without an error. An embedding with "colwise" raised
     ValueError in transformers at boost, when some weights were sharded already. A style of its weight alone sharded the
-    weight, and the first step failed in torch."""
+    weight, and the first step failed in torch. A head with "colwise" generated tokens of half of the vocabulary."""
     model = zoo.build("llama")
     model.config.update(config)
     with pytest.raises(ConfigurationError, match=re.escape(message)):

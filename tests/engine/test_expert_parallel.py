@@ -254,9 +254,11 @@ def test_experts_that_run_one_by_one_are_refused() -> None:
     """gpt-oss failed in the first step: its loop has no place for experts of other ranks. The kernel of Mega MoE failed
     in transformers when weights were sharded already, with the name of an argument that nobody had passed."""
     model: Any = build_with(entry_of("gpt_oss"))
-    for kernel in ("deepgemm_megamoe", "eager"):
+    remedy = r"experts_implementation='grouped_mm' to from_pretrained"
+    call = rf"{remedy}, or call model.set_experts_implementation\('grouped_mm'\)"
+    for kernel, advice in {"deepgemm_megamoe": f"{remedy}$", "eager": call}.items():
         model.config._experts_implementation = kernel
-        with pytest.raises(ConfigurationError, match=rf"{kernel}.*model.set_experts_implementation\('grouped_mm'\)"):
+        with pytest.raises(ConfigurationError, match=f"{kernel}.*{advice}"):
             plan_of(model, 1, None, None, 2)
     model.set_experts_implementation("grouped_mm")
     assert plan_of(model, 1, None, None, 2)

@@ -48,7 +48,7 @@ def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> 
         f"- **{totals.entries}** entries, of which **{totals.train}** train unsplit",
         f"- **{totals.exact}** exact (**{percent(totals.share)}** of the trainable entries),",
         f"  {count['bitwise']} of these bit for bit;",
-        f"  one microbatch in {len(alone)} of the exact entries, because their samples depend on each other",
+        f"  {len(alone)} of the exact entries: one microbatch, because their samples depend on each other",
         f"- **{count['refused']}** refused with a reason; {len(remedied)} of them are exact with the remedy that the",
         "  error names, as the note says",
         f"- **{count['wrong']}** wrong, **{count['hang']}** hanging, **{count['crash']}** crashing",
