@@ -72,7 +72,7 @@ def plan_of(
             raise ConfigurationError(f"{by}_plan names {rule}, which {name} does not have: {hint(rule, known)}")
     expanded: dict[str, str] = {}
     of_adapters: dict[str, str] = {}
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    head = getattr(base, "get_output_embeddings", lambda: None)()
     for path, module in model.named_modules():
         whole = plan.get(generic.get(path, ""), of_adapters.get(path))
         if whole is not None and type(module).__module__.startswith("peft."):
