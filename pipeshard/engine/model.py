@@ -193,8 +193,8 @@ class PipelineModel(nn.Module):
         self.checkpoint_io: Any = None  # the plugin's, which tracks asynchronous saves
         guard(module)
         refused, layers = (NEED_ALL if self.whole is None else {}), list(module.modules())
-        adapted = layers if self.whole is None else [getattr(layer, "base_layer", None) for layer in layers]
-        if any(isinstance(layer, Packed) for layer in adapted):
+        written = layers if self.whole is None else [getattr(layer, "base_layer", None) for layer in layers]
+        if any(isinstance(layer, Packed) for layer in written):
             refused = refused | dict.fromkeys(INTO_WEIGHTS, UNWRITTEN)
         for each, (name, why) in product(layers, refused.items()):
             if hasattr(type(each), name):

@@ -20,6 +20,7 @@ from pipeshard.hf import (
     WIDTHS,
     is_token,
 )
+from pipeshard.split.packed import Packed
 
 LEAST_WIDTH, LEAST_INNER = 64, 16  # smaller widths are kept; inner widths are reduced to no less than this
 NARROWER = 4  # factor by which inner widths are reduced more than other widths
@@ -79,11 +80,19 @@ def kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
         (
             path,
             type(module),
-            tuple(sorted((key, repr(value)) for key, value in vars(module).items() if isinstance(value, SETTINGS))),
+            tuple(sorted((key, repr(value)) for key, value in settings(module))),
             tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters(recurse=False)),
         )
         for path, module in layer.named_modules()
     )
+
+
+def settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module in which kinds of layers may differ. The path of a quantized layer is omitted, since
+    it differs between any two layers."""
+    for key, value in vars(module).items():
+        if isinstance(value, SETTINGS) and not (key == "path" and isinstance(module, Packed)):
+            yield key, value
 
 
 def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:

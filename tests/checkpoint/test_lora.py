@@ -1334,6 +1334,7 @@ KNOWN: dict[str, Any] = {
     "dora": LoraConfig(target_modules=ATTENTION, use_dora=True),
     "alora": LoraConfig(target_modules=ATTENTION, alora_invocation_tokens=[1]),
     "ia3": IA3Config(target_modules=ATTENTION, feedforward_modules=[]),
+    "trained tokens": LoraConfig(target_modules=ATTENTION, trainable_token_indices=[1, 2]),
     "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
 

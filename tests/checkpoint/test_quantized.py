@@ -29,7 +29,7 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, TorchAoConfig
+from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from benchmarks.resident import peak, reset_peak, resident
@@ -43,12 +43,14 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.quantized import EXTRAS, quantization_of, quantize_blank, refuse_other_ways
 from pipeshard.verify.decide import Proven, alone, is_known
 from pipeshard.verify.proof import EXACT
+from pipeshard.verify.small_config import layer_counts
 from tests.covering import covering
 from tests.messages import messages_of
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, compared, differences, largest_error
+from tests.zoo import TINY
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 linear4bit = pytest.importorskip("pipeshard.split.linear4bit")
@@ -476,6 +478,16 @@ def blank(folder: Path, config: Any, name: str = "causal-lm/llama") -> Any:
     return PipelinePlugin.from_pretrained(type(model), folder, quantization_config=config, dtype=torch.float32)
 
 
+def test_a_smaller_copy_of_a_quantized_model_has_few_layers() -> None:
+    """The path of a quantized layer counted as a setting, so that the proof's copy kept all layers: it was often too
+    large."""
+    config = LlamaConfig(**{**TINY, "num_hidden_layers": 6})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    quantize_blank(model, quantization("nf4"))
+    assert layer_counts(model, config, 1) == {6: 2}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -635,9 +647,9 @@ def test_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("made", "what"),
     [
-        (LoraConfig(use_dora=True), "DoRA, PiSSA and OLoRA are"),
-        (HRAConfig(), "HRA adapters are"),
-        (MissConfig(r=4, init_weights="bat"), "MISS adapters with init_weights='bat' are"),
+        (LoraConfig(use_dora=True), "DoRA, PiSSA and OLoRA are computed from the weights"),
+        (HRAConfig(), "HRA adapters are not known to use only the outputs of layers"),
+        (MissConfig(r=4, init_weights="bat"), "MISS adapters with init_weights='bat' are computed"),
     ],
     ids=["dora", "hra", "miss"],
 )
@@ -647,7 +659,7 @@ def test_saved_adapters_that_are_computed_from_weights_are_refused(tmp_path: Pat
     made.target_modules = {"q_proj"}
     model = blank(tmp_path / "base", quantization("nf4"))
     get_peft_model(build(LLAMA), made).save_pretrained(tmp_path / "adapters")
-    with pytest.raises(ConfigurationError, match=f"{what} computed from the weights, .* are quantized"):
+    with pytest.raises(ConfigurationError, match=f"{what}.*, but the weights of this model are quant"):
         enable_lora(model, str(tmp_path / "adapters"), None, None)
 
 
