@@ -226,7 +226,7 @@ class Guarded:
 
 
 class Refused(Guarded):
-    """Replaces a method that requires a whole model on this rank: each call raises UsageError."""
+    """Replaces a method that a boosted model does not support: each call raises UsageError with the reason `why`."""
 
     def __init__(self, module: nn.Module, name: str, why: str) -> None:
         super().__init__(module, name)

@@ -96,7 +96,8 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
         if path.is_dir():
             check_adapter(path, model)
         if is_blank(model):
-            refuse_packed_base(model, saved := PeftConfig.from_pretrained(str(path)))
+            saved = PeftConfig.from_pretrained(str(path))
+            refuse_packed_base(model, saved)
             refuse_changed_base(model, saved)
         with warnings.catch_warnings(), adding_saved(model):
             warnings.filterwarnings("error", message="Found missing adapter keys")

@@ -192,9 +192,11 @@ class PipelineModel(nn.Module):
         self.generation: Any = None  # runs `generate` on all stages
         self.checkpoint_io: Any = None  # the plugin's, which tracks asynchronous saves
         guard(module)
-        refused, layers = (NEED_ALL if self.whole is None else {}), list(module.modules())
-        written = layers if self.whole is None else [getattr(layer, "base_layer", None) for layer in layers]
-        if any(isinstance(layer, Packed) for layer in written):
+        layers = list(module.modules())
+        refused = NEED_ALL if self.whole is None else {}
+        # On several ranks, nothing can be merged, and the usual advice, to_sequential, refuses any quantized model.
+        merged = layers if self.whole is None else [getattr(layer, "base_layer", None) for layer in layers]
+        if any(isinstance(layer, Packed) for layer in merged):
             refused = refused | dict.fromkeys(INTO_WEIGHTS, UNWRITTEN)
         for each, (name, why) in product(layers, refused.items()):
             if hasattr(type(each), name):

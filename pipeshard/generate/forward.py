@@ -61,9 +61,9 @@ class Forward:
     def begin(self, num_microbatches: int | None) -> None:
         """Prepare a call of `generate`, on every rank of the world."""
         self.num_microbatches = num_microbatches
-        replica = self.pipeline.grid.sharing([TP], range(self.pipeline.num_stages))
-        assert replica is not None
-        self._choosing = replica  # the group of the ranks that choose the same tokens
+        group = self.pipeline.grid.sharing([TP], range(self.pipeline.num_stages))
+        assert group is not None
+        self._whole_group = group  # all ranks of this pipeline: its stages and their slices
         self._samples = SampleDependence(self.pipeline.model, self.pipeline.policy.units, self.group)
         self._sends.clear()
         self.forget()
@@ -108,10 +108,10 @@ class Forward:
         (`path`, None at the end of `generate`), or the arguments contain different integers."""
         read = "the result" if path is None else f"a call of {path or type(self.pipeline.model).__name__}"
         digest = digest_of(args, kwargs)
-        numbers = gather(torch.tensor([int(digest, 16), crc32(read.encode())]), self._choosing)
+        numbers = gather(torch.tensor([int(digest, 16), crc32(read.encode())]), self._whole_group)
         if (numbers != numbers[0]).any():
-            told = _gathered([read, digest], self._choosing)
-            named = map(self.pipeline.grid.named, ranks_of(self._choosing))
+            told = _gathered([read, digest], self._whole_group)
+            named = map(self.pipeline.grid.named, ranks_of(self._whole_group))
             listed = ", ".join(f"{name}: {digest} of {read}" for name, (read, digest) in zip(named, told))
             raise of_all(
                 UsageError(

@@ -234,8 +234,8 @@ class Dataflow:
         from_loss = self._trained(self.differentiated)
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
-        # The calls from which tensors escaped untracked. Through such a tensor, gradients of the loss may reach the
-        # results of every later call, so all calls from `sealed` on count as reached.
+        # Calls from which a tensor escaped untracked. If the loss reads such a tensor, gradients may reach all results
+        # from the first of these calls (`sealed`) on; if a call reads it, the results of the call that it escaped from.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):

@@ -31,7 +31,8 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
 READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these kinds from the weights, and does not save them
-# The kinds of adapters that use only the outputs of the layers that they adapt, not the weights. Others are refused.
+# Kinds of adapters that use only the outputs of their layers (LORA, MISS: by default). On a quantized base, others are
+# refused.
 OF_OUTPUTS = {"ADALORA", "BEFT", "BOFT", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR"}
 OF_OUTPUTS |= {"LORA", "MISS", "OFT", "POLY", "PVERA", "RANDLORA", "ROAD", "TRAINABLE_TOKENS", "UNILORA", "VBLORA"}
 OF_OUTPUTS |= {"VERA", "WAVEFT"}

@@ -28,7 +28,8 @@ from pipeshard.split.ties import first_names, kept_tied, names_of
 DIVIDE = "divide:"  # followed by the names of attributes (numbers of heads or features) that a module's forward reads
 LATENT = "mla_kv_a_proj"  # the style of the projection to latent keys and values and to a rotary key
 EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"  # the styles of experts' parameters, and of their module
-SIZES = {"colwise": "out_features", "rowwise": "in_features"}  # the attributes that transformers reads of a module
+# The first word of a style for linear layers, and the attribute of the layer that transformers reads
+SIZES = {"colwise": "out_features", "rowwise": "in_features"}
 KEYS = re.compile(r"(.*)\.([kv])_proj(\.|$)")  # the key and value projections of an attention module
 EXAMPLES = {
     "tp": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}',
@@ -135,9 +136,9 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
 
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
-    """Raise ConfigurationError if `size` does not divide a number of experts, if sharded experts have a forward that
-    needs all experts, dropout, or a tensor with an entry for each expert that is not a parameter, if the plan does not
-    shard all weights of the experts, or if it shards weights of a module that runs all experts."""
+    """Raise ConfigurationError if `size` does not divide a number of experts, or if the plan does not shard all weights
+    of the experts, or shards weights of a module that runs all experts. Sharded experts must not have dropout, a kernel
+    that needs all experts, or a tensor with an entry for each expert that is not a parameter."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int):
@@ -192,8 +193,8 @@ def style_of(name: str, by: str = "tp") -> Any:
         return Divided(name.removeprefix(DIVIDE).split(","))
     if name == "sequence_parallel":
         raise ConfigurationError(
-            f"{by}_plan contains the style {name!r}, whose input is a part of each sequence, but here each rank has "
-            f"whole sequences: omit these modules from the {by}_plan, so that each rank computes all of them"
+            f"{by}_plan contains the style {name!r}, which needs inputs that are parts of sequences, but each rank has "
+            f"whole sequences: omit the modules with this style from the {by}_plan"
         )
     if name not in ALL_PARALLEL_STYLES:
         known = [*ALL_PARALLEL_STYLES.keys(), f"{DIVIDE}ATTRIBUTES"]
@@ -310,9 +311,9 @@ class Experts:
 
 
 def _connected(module: Any, plain: Any) -> Any:
-    """The forward `plain` of experts, with an output that depends on the tokens and their weights, also if no token
-    chooses an expert of this rank. Otherwise, the backward pass of this rank would not take part in each sum over the
-    ranks. In this case, the module's own parameters receive zeros as gradients, as in one process."""
+    """The forward `plain` of experts. In autograd, its output depends on the tokens and their weights even if no token
+    chooses an expert of this rank, so that this rank takes part in the sums of the backward pass. If no token chooses
+    one, the output also depends on the module's own parameters: their gradients are zeros, as in one process."""
 
     def forward(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         output: Tensor = plain(tokens, index, weights)

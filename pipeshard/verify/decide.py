@@ -336,7 +336,7 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
 
 
 def _is_known_adapter(module: Any) -> bool:
-    """Whether this is a layer of KNOWN_ADAPTERS without variants other than KNOWN_VARIANTS, or no adapted layer."""
+    """Whether this module does not adapt a layer, or is one of KNOWN_ADAPTERS with KNOWN_VARIANTS only."""
     if not any(is_of_peft(module, kind) for kind in KNOWN_ADAPTERS):
         return not is_of_peft(module, "BaseTunerLayer")
     variants = getattr(module, "lora_variant", {}).values()  # older versions of peft have no variants

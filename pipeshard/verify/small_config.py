@@ -80,19 +80,19 @@ def kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
         (
             path,
             type(module),
-            tuple(sorted((key, repr(value)) for key, value in settings(module))),
+            _settings(module),
             tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters(recurse=False)),
         )
         for path, module in layer.named_modules()
     )
 
 
-def settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module in which kinds of layers may differ. The path of a quantized layer is omitted, since
-    it differs between any two layers."""
-    for key, value in vars(module).items():
-        if isinstance(value, SETTINGS) and not (key == "path" and isinstance(module, Packed)):
-            yield key, value
+def _settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """The attributes in which kinds of layers may differ. The path of a quantized layer differs between any two."""
+    omitted = "path" if isinstance(module, Packed) else None
+    return tuple(
+        sorted((key, repr(x)) for key, x in vars(module).items() if isinstance(x, SETTINGS) and key != omitted)
+    )
 
 
 def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:

@@ -446,7 +446,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
         (
             {"model.layers.*.input_layernorm": "sequence_parallel"},
             {},
-            "the style 'sequence_parallel', whose input is a part of each sequence",
+            "the style 'sequence_parallel', which needs inputs that are parts",
         ),
         (
             {"model.embed_tokens": "colwise"},
