@@ -565,21 +565,17 @@ def of_one_replica(loop: Any, *args: Any, **options: Any) -> Any:
     return loss, logits[::2], labels[::2]
 
 
-def on_one_of_four_gpus(folder: Path) -> list[str]:
-    expected = run("causal", folder, max_steps=2)
-    args = arguments(TASKS["causal"], folder, max_steps=2)
+def test_one_process_uses_one_of_its_gpus(tmp_path: Path) -> None:
+    """On a machine with several GPUs, transformers multiplied the batch size, and counted tokens for DataParallel."""
+    expected = run("causal", tmp_path, max_steps=2)
+    args = arguments(TASKS["causal"], tmp_path, max_steps=2)
     args._n_gpu = 4
     with mock.patch.object(trainers, "arguments", lambda *_, **__: args):
-        made = trainer("causal", folder, {"pp_size": 1})
+        made = trainer("causal", tmp_path, {"pp_size": 1})
     made.train()
     made.evaluate()
     assert args.n_gpu == 1 and args.train_batch_size == args.per_device_train_batch_size
-    return differences(logs(made), expected, 3e-6)
-
-
-def test_one_process_uses_one_of_its_gpus(pool: Pool, tmp_path: Path) -> None:
-    """On a machine with several GPUs, transformers multiplied the batch size, and counted tokens for DataParallel."""
-    assert pool.run(on_one_of_four_gpus, 1, tmp_path) == [[]]
+    assert differences(logs(made), expected, 3e-6) == []
 
 
 def test_an_evaluation_of_one_replica_s_part_is_refused(tmp_path: Path) -> None:

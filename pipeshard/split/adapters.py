@@ -69,7 +69,7 @@ def _refuse_tied_begin(model: nn.Module, how: Any) -> None:
     firsts = {name: names[0] for names in names_of(model).values() if len(names) > 1 for name in names}
     for path, layer in model.named_modules():
         name = f"{path}.base_layer.weight"
-        if name in firsts and getattr(layer, "lora_A", None):  # not an embedding's layer, which peft begins as usual
+        if name in firsts and getattr(layer, "lora_A", None):  # empty for an embedding, which peft initializes as usual
             raise ConfigurationError(
                 f"init_lora_weights={how!r} changes {name}, which is tied to {firsts[name]}, but the model is on meta. "
                 f"{_advice(model)}, or remove this layer from target_modules"

@@ -119,7 +119,7 @@ class Packed(nn.Module, ABC):
         return one.expand(self.whole_shape[:: -1 if self.is_transposed else 1])
 
     @classmethod
-    def take_over(cls, module: nn.Module, dtype: torch.dtype, path: str = "") -> None:
+    def take_over(cls, module: nn.Module, dtype: torch.dtype, path: str) -> None:
         """Convert `module`, if it is a `layer_class` on meta, into a layer of this class, in place; `dtype` is the
         dtype of the values before quantization, and `path` the path of the layer in the base model."""
         if type(module) is not cls.layer_class:

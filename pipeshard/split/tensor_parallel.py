@@ -168,8 +168,8 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
             )
         if any(isinstance(inner, Dropout) and inner.p for inner in module.modules()):
             raise ConfigurationError(
-                f"{by}_size={size}: {path} has dropout, and each rank would draw masks only for its own experts, which "
-                f"are not those of one process: set p=0.0, move it out of this module, or use {by}_size=1"
+                f"{by}_size={size}: {path} has dropout, and each rank would draw masks for its own experts only, so "
+                f"the loss would differ from one process: set p=0.0, move it out of this module, or use {by}_size=1"
             )
     for name, _ in model.named_parameters(remove_duplicate=False):
         within = next((path for path in dispatching if name.startswith(f"{path}.")), None)

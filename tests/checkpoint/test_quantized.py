@@ -381,7 +381,7 @@ def stored(kind: str, rows: int, columns: int, folder: Path) -> tuple[Any, Tenso
             linear8bit.Linear8bit,
             bitsandbytes.nn.Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, device="meta"),
         )
-    of_kind[0].take_over(of_kind[1], torch.float32)
+    of_kind[0].take_over(of_kind[1], torch.float32, "layer")
     give(of_kind[1].weight, torch.empty_like(of_kind[1].weight.as_subclass(Tensor), device="cpu"))
     return of_kind[1], value, StoredTensors(folder).rows("weight")
 
@@ -415,7 +415,7 @@ def test_products_in_8_bits_keep_no_input(trains: bool, threshold: float) -> Non
     torch.manual_seed(0)
     how = {"bias": False, "has_fp16_weights": False, "threshold": threshold, "device": "meta"}
     layer = bitsandbytes.nn.Linear8bitLt(16, 8, **how)
-    linear8bit.Linear8bit.take_over(layer, torch.float32)
+    linear8bit.Linear8bit.take_over(layer, torch.float32, "layer")
     layer = layer.like(torch.nn.Linear(16, 8, bias=False)).train(trains)
     start = torch.randn(2, 3, 16, requires_grad=True)
     x, kept = start + 7, start.detach() + 7

@@ -143,7 +143,7 @@ def test_verify_draws_int8_weights(pool: Pool, tmp_path: Path) -> None:
 def layer_of(linear: nn.Module, dtype: torch.dtype) -> Any:
     kind = linear_torchao.LinearTorchao
     blank: Any = nn.Linear(1, 1, device="meta")
-    kind.take_over(blank, dtype)
+    kind.take_over(blank, dtype, "layer")
     return blank.like(linear)
 
 
