@@ -1,8 +1,8 @@
 """Clipping: computes the gradient norm of the full model, unscales the gradients, and clips them by this norm.
 
-torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage only. Here the norm covers the gradients
-on all ranks, and each parameter counts once, even if several ranks hold it. The first optimizer that steps computes the
-norm for all optimizers of the model.
+On a stage, torch.nn.utils.clip_grad_norm_ would clip by the norm of this stage's gradients only. ModelGradients
+computes the norm of the gradients on all ranks. Each parameter counts once, even if several ranks hold the parameter.
+The first optimizer that steps computes the norm for all optimizers of the model.
 """
 
 import logging
@@ -35,10 +35,11 @@ logger = logging.getLogger("pipeshard")
 
 
 class ModelGradients:
-    """The gradients of all parameters of a model on this rank, even if several optimizers train the parameters.
+    """This rank's gradients of all parameters of a model. Several optimizers may train the parameters.
 
-    The gradients include the loss scale until `clip`, `unscale` or the first optimizer's step removes it. That step
-    also clips the gradients if `max_norm > 0`, and decides whether all optimizers skip their step.
+    The gradients are multiplied by the loss scale until `clip`, `unscale` or the first optimizer's step removes this
+    factor. The first optimizer's step also clips the gradients if `max_norm > 0`, and decides whether all optimizers
+    skip their step.
 
     Attributes:
         names: maps each parameter of the full model to its name, including parameters that boost has replaced.
@@ -47,10 +48,10 @@ class ModelGradients:
         no longer exist remain, since ranks may free optimizers at different times.
         copies: the WeightCopies of these weights.
         norm: the last gradient norm of the full model (of `norm_type`) before clipping, or None if this step has not
-        computed it.
+        computed a norm.
         overflow: whether the last step was skipped because a gradient overflowed.
-        remedy: what to call instead of torch's clipping functions, for error messages.
-        parts: the parameters of each stage of this rank, if the training loop has the stages themselves (interop).
+        remedy: the advice in error messages on how to replace a call of torch's clipping functions.
+        parts: the parameters of each stage on this rank, if the training loop has the stages' modules (interop).
     """
 
     remedy = (
@@ -69,21 +70,21 @@ class ModelGradients:
     ) -> None:
         self.sync, self.weights, self.names = holdings.sync, holdings.weights, names
         self.grid, self.max_norm, self.scaling = grid, max_norm, scaling
-        self._used = scaling  # the loss scale of the latest loss, which may be that of another model
+        self._used = scaling  # the latest loss's scale, which may belong to another model
         self.all, self.trained = frozenset(names.values()), set[str]()
         self.updated: dict[str, MasterWeight] = {}
         self.copies = WeightCopies(self.updated, grid)
         self.norm: Tensor | None = None
         self.norm_type = 2.0
         self._holders = {weight.parameter: weight.holders for weight in holdings.weights.values()}
-        self._factor = self._scale  # the factor that the gradients currently include
+        self._factor = self._scale  # the factor by which the gradients are currently multiplied
         self._stepped: weakref.WeakSet[Any] | None = None  # the optimizers that have stepped with the current gradients
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
-        self._mixed: list[Tensor] = []  # tensors whose gradients may include parts of a failed step
+        self._mixed: list[Tensor] = []  # parameters whose gradients may include gradients of a failed step
         self.parts: list[list[nn.Parameter]] = []
-        self._trains_all = False  # whether `trained` contains all parameters on every rank, if the ranks have compared
+        self._trains_all = False  # whether the ranks have agreed that `trained` contains all parameters
 
     @property
     def is_scaled(self) -> bool:
@@ -103,7 +104,7 @@ class ModelGradients:
         return [*self._holders, *masters]
 
     def shard_of(self, tensors: Sequence[Tensor]) -> str | None:
-        """The name of the parameter of the first tensor in `tensors` that is only this rank's shard of a parameter, or
+        """The parameter name of the first tensor in `tensors` that is only this rank's shard of a parameter, or
         None."""
         sharded = {
             id(w.master): w.name for w in self.weights.values() if isinstance(w.parameter, DTensor) and not w.plain
@@ -113,7 +114,8 @@ class ModelGradients:
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
         """The parameter lists that a training loop may mistake for lists of all the model's parameters: the parameters
         on this rank, the lists in `parts`, and the parameters in each optimizer group. Each list is paired with the
-        names of the parameters that it lacks, which other stages train or, with ZeRO, other replicas update."""
+        names of the parameters that the list lacks: other stages train these parameters or, with ZeRO, other replicas
+        update them."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
         wholes += [(list(part), elsewhere) for part in self.parts]
@@ -127,7 +129,7 @@ class ModelGradients:
     def add_to(self, scaling: LossScale | None = None) -> None:
         """Prepare to accumulate gradients: record how the loop has changed the existing gradients, discard the cached
         norm, and rescale the gradients to the loss scale `scaling` (by default, this model's). Raises UsageError if the
-        gradients include those of a failed step."""
+        existing gradients include gradients of a failed step."""
         self._refuse_mixed()
         self._settle()
         self.updates.renew()
@@ -138,9 +140,10 @@ class ModelGradients:
 
     @contextmanager
     def discarded_on_failure(self, foreign: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager for the actions of a step in one process. If an action fails, the gradients of parameters and
-        `foreign` tensors that had no gradient before the step are discarded. If a trained parameter had a gradient, the
-        failed step's part cannot be removed: steps and updates raise UsageError until the gradient is cleared."""
+        """Context manager for the actions of a step in one process. If an action fails, discards the gradients of
+        parameters and `foreign` tensors that had no gradient before the step. If a trained parameter already had a
+        gradient, the failed step's contribution cannot be removed: training steps and optimizer steps raise UsageError
+        until the loop clears the gradient."""
         fresh = [leaf for leaf in (*self._holders, *foreign) if leaf.grad is None]
         try:
             yield
@@ -152,7 +155,7 @@ class ModelGradients:
             raise
 
     def _refuse_mixed(self) -> None:
-        """Raise UsageError if gradients of a failed step may have been added to earlier gradients, which have not been
+        """Raise UsageError if a failed step may have added gradients to earlier gradients that the loop has not
         cleared."""
         mixed = [p for p in self._mixed if p.grad is not None and bool(stored(p.grad).any())]
         if mixed:
@@ -164,9 +167,10 @@ class ModelGradients:
         self._mixed = []
 
     def follow(self, adopts: bool, shares: bool = True) -> bool:
-        """After the loop has written to parameters or master weights, copy the writes so that both are equal (see
+        """If the loop has written to a parameter or to its master weight, copy the write to the other tensor (see
         MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With ZeRO and
-        `shares=False`, copies nothing, and raises UsageError for writes to an optimizer's groups."""
+        `shares=False`, copies nothing, and raises UsageError if the loop has written to tensors in an optimizer's
+        groups."""
         if shares or not self.copies.zero:
             return self.copies.follow(adopts)
         self.copies.refuse_unshared()
@@ -202,7 +206,7 @@ class ModelGradients:
             self.copies.share()
 
     def share_written(self) -> None:
-        """Like `settle`, but broadcast weights only if a replica has written to one. Call it on all ranks."""
+        """As `settle`, but broadcast weights only if a replica has written to a weight. Call it on all ranks."""
         is_due = torch.tensor(self.follow(adopts=False))
         if bool(gather(is_due, self.grid.replicas).any()):
             self.copies.share()
@@ -223,7 +227,7 @@ class ModelGradients:
         Returns False if the optimizer must skip the step."""
         self._refuse_mixed()
         if self._stepped is None or optimizer in self._stepped:
-            before = self.norm, self.norm_type  # of the clipping that the loop itself has called
+            before = self.norm, self.norm_type  # of the loop's own call of a clipping method
             is_clipped = self._stepped is None and self.norm is not None
             self._stepped, self.overflow, self.norm = weakref.WeakSet(), False, None
             self._settle()
@@ -235,7 +239,7 @@ class ModelGradients:
                 self.norm = checked = self.total(2.0)
                 self.norm_type = 2.0
                 if before[0] is None and not torch.isfinite(checked):  # a loop's own clipping counts all gradients
-                    checked = self.total(2.0, self.updated)  # no optimizer uses or clears the others
+                    checked = self.total(2.0, self.updated)  # no optimizer uses or clears the other gradients
             if self.scaling is not None:
                 self.overflow = not bool(torch.isfinite(checked))
                 if self.overflow:
@@ -262,13 +266,13 @@ class ModelGradients:
                 f"the gradient norm is {self.norm.item()}, and error_if_nonfinite=True. Skip this step, or "
                 "pass check_finite=True to PipelinePlugin to find the stage that computes non-finite values"
             )
-        if (factor := torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)) != 1.0:  # also if it is NaN
+        if (factor := torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)) != 1.0:  # also if the factor is NaN
             self._multiply(factor)
         return self.norm
 
     def total(self, norm_type: float, weights: Mapping[str, MasterWeight] | None = None) -> Tensor:
-        """The norm of the unscaled gradients of the full model, or only of `weights`, the same on every rank. Call it
-        on all ranks."""
+        """The norm of the unscaled gradients of the full model, or only of `weights`. The norm is the same on every
+        rank. Call it on all ranks."""
         self._settle()
         counted = self._counted()
         if weights is not None:
@@ -277,7 +281,7 @@ class ModelGradients:
         return grad_norm(counted, self.grid.world, norm_type) / self._factor
 
     def _counted(self) -> dict[nn.Parameter, int]:
-        """The parameters whose gradients this rank contributes to the norm, with the number of ranks that contribute
+        """Map each parameter whose gradient this rank contributes to the norm to the number of ranks that contribute
         the same gradient. With ZeRO, only a parameter's owner contributes, since a loop can change the gradient only in
         the owner's optimizer groups."""
         counted = dict(self._holders)
@@ -307,12 +311,12 @@ class ModelGradients:
             foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
-        """Raise UsageError, on every rank, if a parameter of any rank has a gradient but is in no optimizer: it is
-        ambiguous whether the norm should include this gradient."""
+        """Raise UsageError on every rank if, on any rank, a parameter that no optimizer trains has a gradient: whether
+        the norm should include this gradient is ambiguous."""
         if self._trains_all:
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
-        own = untrained, self.trained >= self.all  # differs between ranks if each adds only its own parameters
+        own = untrained, self.trained >= self.all  # differs if each rank trains only its own parameters
         told = gather_objects(own, self.grid.world)
         self._trains_all = all(trains_all for _, trains_all in told)
         if untrained := [name for names, _ in told for name in names]:
@@ -325,18 +329,18 @@ class ModelGradients:
             )
 
 
-STUCK = 10  # consecutive skipped steps with the smallest loss scale after which a warning is logged
+STUCK = 10  # a warning is logged after this many consecutive skipped steps with the smallest loss scale
 SKIPPED = (
     "the last %d steps were skipped, although the loss scale has already been reduced to %s: the gradients are not "
-    "finite (look for them on every rank, directly after execute_pipeline, in p.grad of model.named_parameters()). If "
-    "the loss is not finite, pass check_finite=True to PipelinePlugin to find the stage that computes non-finite "
-    "values, or use precision='bf16'. optimizer.zero_grad() does not clear the gradients of parameters in no "
-    "optimizer, which clip_grad_by_norm counts: call model.zero_grad()"
+    "finite. To find the non-finite gradients, check p.grad of model.named_parameters() on every rank, directly after "
+    "execute_pipeline. If the loss is not finite, pass check_finite=True to PipelinePlugin to find the stage that "
+    "computes non-finite values, or use precision='bf16'. clip_grad_by_norm also counts the gradients of parameters "
+    "that no optimizer trains, and optimizer.zero_grad() does not clear these gradients: call model.zero_grad()"
 )
 
 
 def order_of(norm_type: float | str) -> float:
-    """The order of a norm. Raises ConfigurationError unless it is positive or "inf"."""
+    """The order of a norm. Raises ConfigurationError unless `norm_type` is positive or "inf"."""
     if not (order := float(norm_type)) > 0:
         raise ConfigurationError(f"norm_type must be a positive number or 'inf', got {norm_type!r}")
     return order
@@ -344,10 +348,10 @@ def order_of(norm_type: float | str) -> float:
 
 def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
     """The norm of the model's gradients over all ranks of `group`. `holders` maps each of this rank's parameters to the
-    number of ranks that have the same gradient; each of these ranks contributes an equal share."""
+    number of ranks that have the same gradient. Each of these ranks contributes an equal share."""
     is_max, group = math.isinf(norm_type), control(group)
     dtype = torch.float32
-    counted: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}  # gradients, and their numbers of ranks
+    counted: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}  # gradients, and each one's number of ranks
     for parameter, count in holders.items():
         if (gradient := local_grad(parameter)) is None:
             continue

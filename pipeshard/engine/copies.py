@@ -1,4 +1,4 @@
-"""Copies: the copies of an optimizer's weights, kept equal when a loop writes to one of them.
+"""Copies: keeps all copies of an optimizer's weight equal when the training loop writes to one copy.
 
 A weight may have an fp32 master weight in addition to its 16-bit parameter, a copy on the host in addition to the copy
 on the device, or a copy on each replica.
@@ -22,7 +22,7 @@ from pipeshard.graph.writes import Noted, count_reads, is_written, note, reads, 
 
 logger = logging.getLogger("pipeshard")
 
-VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
+VERSION = attrgetter("_version")  # the number of in-place writes to a tensor
 UNSHARED = (
     "the loop has written to {name}, but not the same value on every replica, for example through "
     "optimizer.param_groups or a method of the optimizer: with zero_stage=1, optimizer.param_groups contains only the "
@@ -31,7 +31,7 @@ UNSHARED = (
     "as optimizer.train() and optimizer.eval() do"
 )
 DRIFTED = (
-    "the data-parallel replicas of stage %d have different values of %s at step %d, so each replica trains another "
+    "the data-parallel replicas of stage %d have different values of %s at step %d, so each replica trains a different "
     "model, and a save contains only the first replica's values. Your loop must write the same random numbers to "
     "weights and gradients on all replicas, and no values of one replica's batch: seed the generator with the same "
     "number on every rank (torch.manual_seed(0)), or sum the values over the ranks with torch.distributed.all_reduce"
@@ -41,7 +41,7 @@ DRIFTED = (
 class WeightCopies:
     """Tracks writes to weights that have several copies. `weights` are the weights of one optimizer, or of all
     optimizers of a model. The recorded states are stored on the MasterWeights, so a write is copied only once even if
-    several optimizers have the weight.
+    several optimizers train the weight.
 
     Attributes:
         zero: whether only one replica, the owner, updates each weight (ZeRO).
@@ -57,8 +57,8 @@ class WeightCopies:
         self._has_frozen: bool | None = None  # whether a weight was frozen at boost: the same on all replicas
 
     def watch(self) -> None:
-        """Track the weights that now have several copies. The recorded state of tensors that are already tracked is
-        kept, so earlier writes to these tensors are still detected."""
+        """Track the weights that now have several copies. Tensors that are already tracked keep their recorded states,
+        so earlier writes to these tensors are still detected."""
         self.zero = any(weight.owner is not None for weight in self._weights.values())
         self._watched = [weight for weight in self._weights.values() if self.zero or weight.is_double]
         if self._has_frozen is None:
@@ -70,9 +70,9 @@ class WeightCopies:
         self._note(self._noted(self._states()))
 
     def _states(self) -> list[State]:
-        """For each tracked tensor: its version, the version and the address of its shard, and the number of uses of its
-        `data`. A loop can write through `data` without changing a version. A write to a DTensor changes the version of
-        the DTensor; a write to its shard changes the version of the shard."""
+        """The state of each tracked tensor: the tensor's version, the version and the address of its shard, and the
+        number of uses of its `data`. A loop can write through `data` without changing a version. A write to a DTensor
+        changes the version of the DTensor. A write to the DTensor's shard changes the version of the shard."""
         places = map(Tensor.data_ptr, self._locals)
         return [*zip(map(VERSION, self._tensors), map(VERSION, self._locals), places, map(reads, self._tensors))]
 
@@ -89,9 +89,10 @@ class WeightCopies:
             note(tensor)
 
     def follow(self, adopts: bool, is_updated: bool = False) -> bool:
-        """Make the copies on this rank equal again if a loop has written to one of them (`MasterWeight.follow`). With
-        `is_updated`, also copy the values of `master` if no write is recorded, since some kernels do not change the
-        version. Returns whether the replicas must call `share` after this or an earlier `follow`."""
+        """If the loop has written to one copy of a weight, make the copies on this rank equal again
+        (`MasterWeight.follow`). With `is_updated`, also copy the values of `master` if no write is recorded, since some
+        kernels do not change the version. Returns whether the replicas must call `share` after this or an earlier
+        `follow`."""
         now = self._states()
         noted = self._noted(now)
         if now == noted and not is_updated:
@@ -115,8 +116,8 @@ class WeightCopies:
         return self.zero and any(weight.is_due for weight in self._watched)
 
     def _written(self) -> dict[str, tuple[bool, bool]]:
-        """With ZeRO: map the name of each weight that was written since it was noted to (whether the parameter was
-        written, whether `master` was written). A read of `data` is not a write."""
+        """With ZeRO, map the name of each weight that was written since its state was recorded to a pair: whether the
+        parameter was written, and whether `master` was written. A read of `data` does not count as a write."""
         states = self._noted(self._states())
         each = [is_written(tensor, Noted(s[0], s[3])) for tensor, s in zip(self._tensors, states, strict=True)]
         rows = zip(self._watched, each[::2], each[1::2], strict=True)
@@ -125,8 +126,9 @@ class WeightCopies:
     def refuse_unshared(self) -> None:
         """With ZeRO, raise UsageError if the loop has written through the optimizer's groups, which contain only the
         weights of this replica. In 16 bits, such a write changes a master weight. In fp32, the groups contain the
-        parameters themselves: a write through the groups is assumed if the loop has written to all trained weights of
-        this replica, and to no others. `refuse_differing` later finds other writes after which replicas differ."""
+        parameters themselves. This method then assumes a write through the groups if the loop has written to all
+        trained weights of this replica, and to no trained weights of other replicas. `refuse_differing` later finds
+        other writes that make replicas differ."""
         written = self._written()
         masters = [name for name, (is_parameter, _) in written.items() if not is_parameter]
         trained = [weight for weight in self._watched if weight.parameter.requires_grad]
@@ -137,8 +139,8 @@ class WeightCopies:
             raise UsageError(UNSHARED.format(name=min(masters or own)))
 
     def refuse_differing(self) -> None:
-        """With ZeRO, raise UsageError on every rank if the loop has written to a weight on some replicas only, and the
-        replicas now have different values. Call it on all ranks."""
+        """With ZeRO, raise UsageError on every replica if the loop has written to a weight on some replicas only, and
+        the replicas now have different values of this weight. Call it on all ranks."""
         written = self._written()
         flags = gather(torch.tensor([w.name in written or w.is_due for w in self._watched]), self._grid.replicas)
         for weight in compress(self._watched, (flags != flags[0]).any(dim=0).tolist()):
@@ -149,8 +151,8 @@ class WeightCopies:
                 raise UsageError(UNSHARED.format(name=weight.name))
 
     def warn_of_drift(self, steps: int) -> None:
-        """Without ZeRO, which shares updates, warn once if the replicas have different values of a trained weight after
-        this number of steps. Reads all weights. Call it on all ranks."""
+        """Warn once if the replicas have different values of a trained weight after `steps` steps. Reads all trained
+        weights. Does nothing with ZeRO, which broadcasts updates. Call it on all ranks."""
         if self.zero or self._has_drifted:
             return
         trained = {name: weight for name, weight in self._weights.items() if weight.parameter.requires_grad}
@@ -164,8 +166,8 @@ class WeightCopies:
             logger.warning(DRIFTED, self._grid.stage, min(differing), steps)
 
     def take_values(self) -> None:
-        """Copy the updated values to the parameters on this rank. An optimizer with its own list of parameters (LBFGS)
-        has updated the parameters themselves: then copy the parameters' values to the master weights."""
+        """Copy the updated values to the parameters on this rank. If an optimizer with its own list of parameters
+        (LBFGS) has updated the parameters themselves, copy the parameters' values to the master weights instead."""
         self.follow(adopts=True, is_updated=True)
 
     def share(self) -> None:
@@ -183,7 +185,7 @@ class WeightCopies:
         states = self._states()
         for k, weight in enumerate(self._watched):
             if not weight.is_double or before[2 * k] == noted[2 * k]:  # otherwise, `master` lacks the loop's write
-                noted[2 * k] = states[2 * k]  # a broadcast also changes the version of the parameter that it sends
+                noted[2 * k] = states[2 * k]  # a broadcast also changes the version of the sent parameter
             weight.shared = {id(weight.parameter): states[2 * k], id(weight.master): states[2 * k + 1]}
             weight.is_due = False
             if not weight.is_double:  # this replica owns each double weight, and has not received it

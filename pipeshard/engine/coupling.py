@@ -1,11 +1,11 @@
-"""Coupling: a write by the training loop to a parameter, with a value computed from several parameters.
+"""Coupling: detects that the training loop writes a value computed from several parameters to a parameter.
 
 Examples are a radius computed from the norm of all gradients, a projection, a quantile, or noise that one generator
-produces for one parameter after another. With several stages, each rank computes such a value from the parameters of
-one stage only. A clamp, decay or average of each parameter separately is exact, but the written values do not show
-whether a write combined parameters. So in some updates, torch modes intercept all operators of the loop. The modes
-propagate parameter names from weights and gradients to all values computed from them. They also watch the steps of a
-user's own optimizer, which may begin to couple parameters after its trial (engine/optimizer_trial.py).
+produces for several parameters in turn. With several stages, each rank computes such a value from the parameters of one
+stage only. A clamp, decay or average of each parameter separately is exact. The written values alone do not show
+whether the loop combined parameters. So in some updates, torch modes intercept all operators of the loop. The modes
+propagate parameter names from weights and gradients to all values computed from them. The modes also watch the steps of
+a user's own optimizer, which may begin to combine parameters after its trial (engine/optimizer_trial.py).
 """
 
 import sys
@@ -56,8 +56,8 @@ NO_LOOP_TAGS: frozenset[LoopTag] = frozenset()
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Context manager in which compiled functions run eagerly. If torch's compiler is not imported, whose import takes
-    seconds, nothing is compiled."""
+    """Context manager in which compiled functions run eagerly. Does nothing if torch's compiler has not been imported
+    (the import takes seconds): no function is compiled then."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -74,12 +74,12 @@ class Coupling:
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # parameters that Python has read; whether some are missing
+        self._read, self._has_read = set[str](), False  # parameters that Python has read; whether it missed some
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), PythonReads(self)
-        self._stepping, self._within_step = "", ExitStack()  # class of the optimizer whose step is watched; contexts
-        self._excuse: Callable[[], object] | None = None  # called, without a report, if the step combines parameters
+        self._stepping, self._within_step = "", ExitStack()  # the watched step: its optimizer's class; its contexts
+        self._excuse: Callable[[], object] | None = None  # called instead of a report if the step combines parameters
         self.is_watching, self._calls = False, 0
         self._called = 0  # number of calls to pipeshard that have returned
 
@@ -104,8 +104,8 @@ class Coupling:
         self._begin(self._updates.count if self._updates.in_use() else self._called)
 
     def begin_step(self, optimizer: str, update: int, excuse: Callable[[], object] | None) -> None:
-        """As `begin`, for the step of an optimizer of class `optimizer`; `update` counts its steps. If the
-        step combines parameters, `excuse` is called, and nothing is reported (None: it is reported)."""
+        """As `begin`, for step number `update` of an optimizer of class `optimizer`. If the step combines parameters,
+        `end` calls `excuse` and reports nothing. If `excuse` is None, `end` reports the step."""
         self._begin(update)
         if self.is_watching:
             self._stepping, self._excuse = optimizer, excuse
@@ -133,7 +133,8 @@ class Coupling:
 
     @contextmanager
     def _reads_suspended(self) -> Iterator[None]:
-        """Context manager that ignores the loop's earlier reads inside it, and forgets the inner reads on exit."""
+        """Context manager in which the loop's earlier reads do not count. On exit, the reads made inside are
+        forgotten."""
         before = self._read, self._has_read
         self._read, self._has_read = set(), False
         try:
@@ -151,7 +152,7 @@ class Coupling:
         stepping, self._stepping = self._stepping, ""
         coupled = self._coupled(f"The step of {stepping}" if stepping else "The training loop")
         numbers = self._numbers()
-        if stepping:  # which may compute one for each parameter
+        if stepping:  # an optimizer may compute a number for each parameter
             numbers = {value: names for value, names in numbers.items() if self._rest(names, least=2)}
             if self._excuse is not None:
                 if coupled or numbers:
@@ -166,8 +167,8 @@ class Coupling:
             self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
 
     def _coupled(self, writer: str) -> str:
-        """A message if `writer` has combined several parameters in a tensor, and missed one that another rank has,
-        otherwise ""."""
+        """The error message if `writer` has combined several parameters in a tensor and missed a parameter of another
+        rank, otherwise ""."""
         for name, tensor in self._places():
             names = {tag for tag in self._of([tensor]) if isinstance(tag, str)} | {name}
             if rest := self._rest(names):
@@ -176,7 +177,8 @@ class Coupling:
         return ""
 
     def _numbers(self) -> dict[float, set[str]]:
-        """The numbers that were used in writes after several parameters were read, with the parameters written to."""
+        """Map each number that the loop used in a write after reading several parameters to the parameters written
+        to."""
         numbers: dict[float, set[str]] = {}
         for name, tensor in self._places():
             for tag in self._of([tensor]):
@@ -185,8 +187,9 @@ class Coupling:
         return numbers
 
     def _drawn_in(self, places: Iterable[tuple[str, Tensor]], changed: str) -> str:
-        """A message if the loop has written random numbers of one generator to several of these tensors, but not to
-        tensors of another rank, otherwise "". `changed` is the message's text for a tensor of the parameter {name}."""
+        """The error message if the loop has written random numbers of one generator to several of these tensors, but
+        not to tensors of another rank, otherwise "". `changed` is how the message describes a tensor of the parameter
+        {name}."""
         drawn: dict[Stream, set[str]] = {}
         for name, tensor in places:
             for tag in self._of([tensor]):
@@ -212,7 +215,7 @@ class Coupling:
         for optimizer in self._optimizers:
             for parameter, name in optimizer.names.items():
                 state = optimizer.optim.state.get(parameter, {})
-                kept = tensors_among(value for key, value in state.items() if key != "step")  # which only counts
+                kept = tensors_among(value for key, value in state.items() if key != "step")  # "step" is a count
                 yield from ((name, tensor) for tensor in kept)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -234,7 +237,8 @@ class Coupling:
         return min(rest, default=None)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator of the loop, and propagate tags from the tensors that it reads to those that it writes."""
+        """Call an operator of the loop, and propagate tags from the tensors that the operator reads to the tensors that
+        it writes."""
         drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NO_LOOP_TAGS
         result = func(*args, **kwargs)
         self.follow(func, args, kwargs, result, drawn)
@@ -253,8 +257,8 @@ class Coupling:
             self._follow(func, inputs, written, drawn)
 
     def follow_unnamed(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """As `follow`, but each nn.Parameter gets a tag when an operator first reads it. Return whether the operator
-        has changed a parameter with a value of several parameters."""
+        """As `follow`, but each nn.Parameter gets a tag when an operator first reads it. Returns whether the operator
+        has changed a parameter with a value computed from several parameters."""
         inputs = tensors_among([*args, *kwargs.values()])
         for parameter in (each for each in inputs if isinstance(each, nn.Parameter) and not self._of([each])):
             self._set(parameter, frozenset({str(storage_of(parameter))}))
@@ -279,7 +283,7 @@ class Coupling:
         numbers = [] if "norm" in func.name() else [_number(each) for each in inputs if self._is_number(each)]
         if self._has_read:
             tags |= set(map(Number, numbers))
-        elif numbers and tags:  # the loop has used these values, and no other rank's are missing
+        elif numbers and tags:  # the loop has used the values it read, without missing another rank's
             self._read.clear()
         for tensor in written:
             keeps = not overwrites or _is_part(tensor)
@@ -304,8 +308,8 @@ class Coupling:
             self._has_read = self._rest(self._read) is not None
 
     def _stream(self, args: Any, kwargs: Any) -> frozenset[LoopTag]:
-        """A set with the Stream of the random numbers that an operator is about to generate. A generator that was just
-        seeded gets a new Stream."""
+        """A set that contains the Stream of the random numbers that an operator is about to generate. A generator that
+        was just seeded gets a new Stream."""
         tensor = next(tensors_among([args]), None)
         device = torch.device(kwargs.get("device") or (tensor.device if tensor is not None else "cpu"))
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
@@ -414,8 +418,9 @@ class OptimizerTrial(Lone):
     """Dispatch mode of an optimizer's trial: like Lone, it refuses collectives.
 
     Attributes:
-        combines: whether a parameter was changed with a value of several parameters. Even if the
-            updates are independent (as in a batch of matrices), a Coupling would report each watched step.
+        combines: whether the optimizer has changed a parameter with a value computed from several parameters. A
+        Coupling would report each watched step of such an optimizer, even if its updates are independent (as in a batch
+        of matrices).
     """
 
     combines = False
@@ -444,5 +449,5 @@ def others_suspended() -> Iterator[None]:
 
 def end_of_deleted() -> None:
     """Exit the modes of deleted models. A finalizer cannot do this: it may run inside an operator, and a mode must not
-    be exited there. Before this call, the modes of a deleted model run every operator unchanged."""
+    be exited there. Until this call, the modes of a deleted model run every operator unchanged."""
     leave_below(*(mode for mode in modes_entered() if isinstance(mode, Watching) and mode.is_over))

@@ -14,8 +14,8 @@ from pipeshard.slices.refusals import attention_slope
 
 class BatchSplitter:
     """Splits batches as the plugin's arguments specify. A step requests the same split several times, so the last
-    result is cached until `forget` is called. If the arguments request microbatches by tokens, `ragged` splits the
-    batches; it is set after the model has been traced.
+    result is cached until `forget` is called. With `microbatch_tokens`, `ragged` splits the batches. Pipeline sets
+    `ragged` after it has traced the model.
     """
 
     ragged: Ragged | None = None
@@ -41,7 +41,7 @@ class BatchSplitter:
         return self._of_batches[1]
 
     def uncut(self, batches: Sequence[Batch]) -> None:
-        """Keep each of these batches as one microbatch until `forget` is called."""
+        """Use each of these batches as one microbatch until `forget` is called."""
         self._of_batches = list(batches), [[batch] for batch in batches]
 
     def slices(self, microbatches: list[list[Batch]]) -> list[list[Batch]]:

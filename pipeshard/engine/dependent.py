@@ -1,9 +1,9 @@
-"""Dependent: a microbatch whose forward fails, although the forward of its full batch succeeds.
+"""Dependent: detects a microbatch whose forward fails although the forward of the full batch succeeds.
 
 An input may contain row indices (graph edges, bag offsets), or a dimension may equal the batch size only by
 coincidence. The model then fails on a microbatch with an error that names no remedy. So if a microbatch fails in a
 trace or in the proof, pipeshard also runs the full batch, and raises BatchError if the full batch succeeds. If a
-microbatch fails in a step, the model's error gets a note.
+microbatch fails in a step, pipeshard adds a note to the model's error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ BATCH_ADVICE = (
 
 
 def is_of_model(error: Exception) -> bool:
-    """Whether the model may have raised `error` because of the content of the batch."""
+    """Whether the model may have raised `error` because of the batch's content."""
     return not (isinstance(error, PipeshardError | torch.OutOfMemoryError) or is_lost(error))
 
 
@@ -66,7 +66,7 @@ def tracing(
     traces: Traces, read: Sequence[Batch], cut: Sequence[Sequence[Batch]], criterion: Criterion | None, outputs: Wanted
 ) -> Iterator[None]:
     """Context manager for traces of the microbatches in `cut`. Raises BatchError, on every rank of the pipeline, if
-    glue or the criterion fails for a microbatch, but not for the full batch, which is in `read`."""
+    glue or the criterion fails for a microbatch but not for its full batch in `read`."""
     try:
         yield
     except TraceError as error:

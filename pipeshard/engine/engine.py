@@ -1,4 +1,4 @@
-"""Pipeline: one rank's stages of a boosted model, ready to run steps."""
+"""Pipeline: runs steps on one rank's stages of a boosted model."""
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,9 +104,9 @@ class Pipeline:
     """Reduces `model` to this rank's stages, and runs steps on these stages. Create a Pipeline on all ranks at the same
     time.
 
-    `costs(partition, flow, sample)` returns the cost of each unit call. It is called only if the partition is by
-    measured times. If `config` is the result of a schedule search, `asked` is the config that the user passed. `trace`
-    is called like `traced`.
+    `costs(partition, flow, sample)` returns the cost of each unit call. Pipeline calls `costs` only with
+    `partition="profile"`. If `config` is the result of a schedule search, `asked` is the config that the user passed.
+    `trace` takes the same arguments as `traced`, and replaces it.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class Pipeline:
         self.forwards = 0  # forward-only calls since the last training step
         self.synchronizes = True  # False under no_sync
         self.uncuts = False  # whether a forward whose outputs cannot be merged runs each batch as one microbatch
-        # On a GPU, the next step checks whether a loss that was not requested is NaN, in the message that it sends
-        # anyway: reductions of gradients may still run when this step ends.
+        # On a GPU, gradient reductions may still run when a step ends. So if the loss was not requested, the next step
+        # checks this loss for NaN, and reports a NaN in the message that it sends anyway.
         self.looks_at_once = self.device.type == "cpu"
-        self.padding = "", ""  # how padded slices differ, or that they fail: with a mask, and without
+        self.padding = "", ""  # how slices of padded batches differ or fail: with a mask, and without
         self._unseen: Unseen | None = None
         self.last: Program | None = None  # the Program that ran last
-        self.read = 0, 0  # the numbers of samples and tokens in the last step
+        self.read = 0, 0  # the number of samples and the number of tokens in the last step
         self.ran: list[Ran] = []  # the microbatches of the last step
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # in the full model
 
@@ -173,8 +173,8 @@ class Pipeline:
             self.traces.remember(flow, self.criterion)
 
     def _shard(self) -> None:
-        """Release the parameters that only other ranks hold; broadcast, cast and shard this rank's parameters; set up
-        their gradients."""
+        """Release the parameters that only other ranks hold. Broadcast, cast and shard this rank's parameters, and set
+        up their gradients."""
         model, config, grid = self.model, self.config, self.grid
         plan: dict[str, str] = {}
         if grid.tp_size > 1:
@@ -194,7 +194,7 @@ class Pipeline:
         self.places = Places(model)
         self.sync = self.holdings.sync
         names = {parameter: name for name, parameter in model.named_parameters()}
-        # Optimizers created earlier still contain released or replaced parameters; weak keys do not keep these alive.
+        # Optimizers created before boost contain released or replaced parameters. Weak keys do not keep these alive.
         replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
         known = ChainMap(names, replaced)
         self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm or 0.0, self.scaling)
@@ -251,8 +251,8 @@ class Pipeline:
         self, asked: Asked, data_iter: Iterator[Any], num_batches: int
     ) -> tuple[list[Batch], FoundWays | None, Agreement]:
         """Read the step's batches and agree on them with the other ranks. Returns the batches, their ways (None if a
-        trace failed) and the Agreement. Each rank sends one message, which contains the changes that it has detected
-        and a digest of the batches that it has read. Then all ranks act on the same messages."""
+        trace failed) and the Agreement. Each rank sends one message with the changes that the rank has detected and a
+        digest of the batches that it has read. Then all ranks act on the same messages."""
         criterion, train = asked.criterion, asked.train
         config = self.cuts.config
         is_whole = config.num_microbatches == 1 and not config.has_slices
@@ -271,7 +271,7 @@ class Pipeline:
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
             bits |= WRITTEN * self.gradients.follow(adopts=train)
-            # Before the ranks have exchanged what they train now, a trace would be wrong, and stay cached.
+            # Until the ranks have exchanged which parameters they train, a trace would be wrong and stay cached.
             found = None if changes else self._find(asked, batches, looks=False)
             if self.uncuts and not train and found is not None:
                 bits |= UNMERGED * (not _merges(asked.outputs, found, batches))
@@ -339,7 +339,7 @@ class Pipeline:
         self._tell_ghosts(compare_trained(trained, self.grid.world, self.grid.named))
 
     def _tell_ghosts(self, trained: Mapping[str, bool]) -> None:
-        """Record in the Ghosts which parameters other stages train now, for traces of later batches."""
+        """Record in each Ghost whether other stages train its parameter now, for traces of later batches."""
         for parameter, name in self.gradients.names.items():
             if isinstance(parameter, Ghost):
                 parameter.pipeshard_trainable = trained.get(name, parameter.pipeshard_trainable)
@@ -421,17 +421,17 @@ class Pipeline:
             self.holdings.sharded.begin()
         reduces = train and self.synchronizes and self.sync.is_early
         stages = {stage.index: stage for stage in self.stages.running}
-        is_alone = train and self.grid.size == 1  # after a failure of one of several ranks, no step follows
+        is_alone = train and self.grid.size == 1  # with several ranks, no step follows a failure
         discarding = self.gradients.discarded_on_failure(self.traces.foreign.values()) if is_alone else nullcontext()
         with discarding, self.stages.deferring():
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, cut: Sequence[Sequence[Batch]], flow: Dataflow) -> dict[str, Any]:
-        """Return the loss and the outputs, if requested. If the loss is NaN, or outputs that were never requested from
-        this Dataflow before contain a NaN, the ranks check whether the forward still matches its trace. On a GPU, a
+        """Return the loss and the outputs, if requested. If the loss is NaN, or if outputs contain a NaN and were never
+        requested from this Dataflow before, the ranks check whether the forward still matches its trace. On a GPU, a
         loss that is not requested is checked in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
-        # If this rank has the model's last stage, this stage is the last of `running`.
+        # If this rank has the model's last stage, that stage is the last of `running`.
         end, source = self.stages.running[-1].end_of_loss, self.last_rank
         loss = self._of_replicas(end)
         is_looked_at = asked.loss or (train and self.looks_at_once)
@@ -457,7 +457,7 @@ class Pipeline:
         return [Doubt(b, ran.flow, random.of(i, ran.flow.python_random)) for i, (b, ran) in enumerate(microbatches)]
 
     def _refuse_other_way(self, doubts: Sequence[Doubt], criterion: Criterion | None, train: bool) -> None:
-        if self.num_stages == 1:  # the only stage has all results
+        if self.num_stages == 1:  # a single stage runs all units
             return
         with self.precision.running():
             self.traces.refuse_other_way(doubts, criterion, self.grid.world, train)
@@ -476,7 +476,8 @@ class Pipeline:
         return with_messages(program if train else forward_only(program), self.interpreter.p2p)
 
     def draw(self, names: Sequence[str]) -> None:
-        """Initialize the parameters `names` if the plugin has `init_weights`. Pass the same names on every rank."""
+        """Initialize the parameters `names` if the plugin's `init_weights` is set. Pass the same names on every
+        rank."""
         if self.config.init_weights:
             self.holdings.draw(names, self.config.init_weights, self.seed)
             self.blank -= set(names)
@@ -493,7 +494,7 @@ class Pipeline:
         return self.scaling.value if self.scaling is not None else 1.0
 
     def _of_replicas(self, end: Stage) -> Tensor | None:
-        """The loss of the last stage, summed over the replicas; None on other stages."""
+        """The loss of the last stage, summed over the replicas. None on other stages."""
         if end.is_last and end.loss is not None and self.grid.dp_size > 1:
             return sum_scalar(end.loss, self.grid.replicas)
         return end.loss

@@ -40,8 +40,8 @@ def _fsdp_parameters(module: Any) -> Iterator[Any]:
 
 
 def _post_backward(module: Any, keeps_fp32: bool) -> None:
-    """Start the reduce-scatter of the module's gradients. With `keeps_fp32`, gradients of 16-bit shards, which were
-    frozen at boost, also stay in fp32."""
+    """Start the reduce-scatter of the module's gradients. With `keeps_fp32`, the gradients of 16-bit shards (of
+    parameters that were frozen at boost) also stay in fp32."""
     group = _fsdp_state(module)._fsdp_param_group
     if keeps_fp32:
         group._orig_dtype = None
@@ -55,7 +55,7 @@ def _forget_gradient(parameter: Any) -> None:
 
 
 class ShardedUnits:
-    """Shards `units` across the ranks of `mesh`; units that share a parameter form one FSDP group.
+    """Shards `units` across the ranks of `mesh`. Units that share a parameter form one FSDP group.
 
     Parameters are gathered at the beginning of a step, stay unsharded for all microbatches, and are resharded at the
     end of the step. Gradients accumulate unsharded, and are reduce-scattered once per step, when all stages of this
@@ -74,7 +74,7 @@ class ShardedUnits:
     ) -> None:
         options: Any = {"mesh": mesh, "reshard_after_forward": False}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-        self.groups: dict[Any, frozenset[int]] = {}  # by module with a group's FSDP state: the group's stages
+        self.groups: dict[Any, frozenset[int]] = {}  # maps the module with a group's FSDP state to its stages
         self.casts = dtype is not None
         for names in _sharing(units):
             modules = [units[name] for name in names]
@@ -131,7 +131,7 @@ class ShardedUnits:
             self.root.set_is_last_backward(True)
             _fsdp_state(self.root)._root_post_backward_final_callback()
         for module in self.groups if not sync else ():
-            self._fill(module)  # now, since parameters may be frozen when these gradients are reduced
+            self._fill(module)  # now: parameters may be frozen before these gradients are reduced
         self.reshard()
 
     def reshard(self) -> None:
@@ -152,8 +152,8 @@ class ShardedUnits:
             _post_backward(module, self.casts)
 
     def _fill(self, module: Any) -> None:
-        """Convert sparse gradients to dense gradients, and replace missing gradients with zeros: torch reduces only
-        dense gradients, and would skip missing gradients on this replica only."""
+        """Convert sparse gradients to dense gradients, and replace missing gradients with zeros. torch reduces only
+        dense gradients, and would skip a missing gradient on this replica but not on the others."""
         for parameter in _fsdp_parameters(module):
             unsharded = parameter._unsharded_param
             if unsharded.requires_grad and unsharded.grad is None:
@@ -178,8 +178,8 @@ class _Root(nn.Module):
 
 
 def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Divide the units into groups: units that share a parameter are in one group. Returns the unit names of each
-    group."""
+    """Divide the units into groups, so that units that share a parameter are in one group. Returns each group's unit
+    names."""
     groups: list[tuple[list[str], set[nn.Parameter]]] = []
     for name, unit in units.items():
         names, parameters = [name], set(unit.parameters())
@@ -205,7 +205,7 @@ def unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 def fsdp_additions(module: nn.Module) -> list[Any]:
     """The attribute values and hooks that fully_shard has added to a module. A copy of the module must not contain
-    them."""
+    these additions."""
     return [values[key] for values, key in _additions(module)]
 
 

@@ -3,8 +3,8 @@
 Several stages hold a tied weight, and all data-parallel replicas hold every weight. DistributedDataParallel has one
 process group for the whole model, and reduces gradients in hooks of each backward pass. Here, a step has a backward
 pass for every microbatch and chunk, and different ranks hold different parameters. So each bucket contains parameters
-that the same ranks hold. A bucket is reduced as soon as the rank's last stage that uses its parameters has finished;
-ties and FSDP shards are reduced at the end of the step.
+that the same ranks hold. A bucket is reduced as soon as the rank's last stage that uses the bucket's parameters has
+finished. Ties and FSDP shards are reduced at the end of the step.
 """
 
 import math
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """Parameters, by name, that all ranks of `group` hold. These ranks are the stages of a tie, data-parallel replicas,
-    tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one flat tensor:
-    those of a `tie` and of FSDP shards at the end of a step, and all others when the `stages` of this rank that use the
-    parameters have finished. If `copies` ranks compute the same gradient, only one of them `contributes`, so that all
-    of them get its gradient."""
+    """A set of parameters, by name, that all ranks of `group` hold. These ranks are the stages of a tie, data-parallel
+    replicas, tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one
+    flat tensor. A bucket of a `tie` or of FSDP shards is reduced at the end of a step. Any other bucket is reduced when
+    the `stages` of this rank that use the parameters have finished. If `copies` ranks compute the same gradient, only
+    one of these ranks `contributes` its gradient, and all of them receive it."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Bucket:
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """Start the all-reduce. A holder without a gradient, or whose gradient is a copy, contributes zeros. The flat
-        tensor ends with a count for each parameter: the number of contributed gradients."""
+        """Start the all-reduce. A holder contributes zeros if it has no gradient, or if its gradient is a copy. The
+        flat tensor ends with one count per parameter: the number of contributed gradients."""
         self.trained = [p for p in self.parameters.values() if p.requires_grad or p in self.unsummed]
         self.unsummed = set()
         if not self.trained:
@@ -97,7 +97,8 @@ def reduction_buckets(
     """Sort this rank's `parameters` into buckets. Call it on every rank of the world, since it creates process groups.
 
     `axes(name)` returns the mesh axes along which a parameter's gradient is summed, in addition to the stage axis. All
-    slices of a stage compute the same gradients of the parameters in `copied`; only slice 0 contributes them.
+    slices of a stage compute the same gradients of the parameters in `copied`. Only slice 0 contributes these
+    gradients.
     """
     keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name)), name in copied) for name in parameters}
     wanted = sorted(set().union(*gather_objects(set(keys.values()), grid.world)))
@@ -129,8 +130,8 @@ class GradientSync:
     aside, and reduces only gradients that are added later. So gradients may be accumulated over several steps, with or
     without `no_sync`, and are complete after each synced step. After an unsynced step, `p.grad` contains only the
     gradients that this rank has added since the last synced step. The units in `sharded` reduce-scatter their own
-    gradients; GradientSync only sums these over the stages of a tie. Gradients of `tp_sharded` parameters are converted
-    to the parameter's placement.
+    gradients. GradientSync only sums these gradients over the stages of a tie. Gradients of `tp_sharded` parameters are
+    converted to the parameter's placement.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class GradientSync:
         ] + self.modified()
 
     def modified(self) -> list[str]:
-        """Error messages about partial gradients that were modified. A sum of clamped parts differs from a clamped
-        sum."""
+        """Error messages about partial gradients that the loop has modified. A sum of clamped parts differs from a
+        clamped sum."""
         return [
             f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
             "plugin.sync_grads(model) before you modify the gradient, or set the gradient to None "
@@ -200,7 +201,8 @@ class GradientSync:
 
     def stage_done(self, stage: int) -> None:
         """Record that a stage has finished, and start to reduce each bucket whose stages on this rank have all
-        finished. Ties are reduced in `finish`. So are shards, since the reduce-scatter of shards only starts here."""
+        finished. Ties are reduced in `finish`, and so are buckets of FSDP shards, since the reduce-scatter of shards
+        only starts here."""
         self._done.add(stage)
         if self.sharded is not None:
             self.sharded.stages_done(self._done)
@@ -252,8 +254,8 @@ class GradientSync:
 
 
 def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """Divide the items with the same key, in order, into bundles of at most BUCKET bytes. A larger item has its own
-    bundle."""
+    """Divide the items with the same key, in order, into bundles of at most BUCKET bytes. An item larger than BUCKET
+    has its own bundle."""
     bundles: dict[Any, list[list[T]]] = {}
     filled: Counter[Any] = Counter()  # bytes in the last bundle of each key
     for item in items:

@@ -1,4 +1,4 @@
-"""Groups: edits an optimizer's parameter groups, since a rank keeps only some of the parameters, or replaces them."""
+"""Groups: edits an optimizer's parameter groups when a rank drops or replaces parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ def keep(group: dict[str, Any], places: Sequence[int]) -> None:
 
 
 def options_per_parameter(optim: Optimizer) -> set[str]:
-    """The names of options that are lists with one value for each parameter of a group; `keep` does not shorten these
-    lists. Options that have a default, such as betas in a list, are omitted, whatever their length."""
+    """The names of options that are lists with one value for each parameter of a group. `keep` does not shorten these
+    lists. Options that have a default, such as betas in a list, are omitted, regardless of their length."""
     return {
         key
         for group in optim.param_groups
@@ -30,8 +30,9 @@ def options_per_parameter(optim: Optimizer) -> set[str]:
 
 
 def is_compared(key: str, group: Mapping[str, Any]) -> bool:
-    """Whether an option of a group must be the same on all ranks. AdafactorSchedule writes the rate of the group's
-    first parameter to `lr`, which Adafactor(relative_step=True) ignores."""
+    """Whether an option of a group must be the same on all ranks. `lr` is not compared if the optimizer is
+    Adafactor(relative_step=True), which ignores `lr`: AdafactorSchedule writes the learning rate of the group's first
+    parameter to `lr`."""
     return key not in UNCOMPARED and not (key == "lr" and group.get("relative_step"))
 
 
@@ -51,8 +52,8 @@ def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parame
 
 def move_overrides(optimizer: Optimizer, became: Mapping[Tensor, Tensor]) -> None:
     """Assign the options that bitsandbytes' GlobalOptimManager has for each parameter in the groups to the tensor that
-    will replace it (`became` maps old to new). The options are stored by module, by index in the groups, or by id;
-    afterwards, only by id, since indices change."""
+    will replace it (`became` maps old to new). GlobalOptimManager stores options by module, by index in the groups, or
+    by id. Afterwards, the options of these parameters are stored only by id, since indices change."""
     manager: Any = getattr(optimizer, "mng", None)
     if not became or not hasattr(manager, "pid2config"):
         return

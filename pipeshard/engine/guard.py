@@ -1,4 +1,4 @@
-"""Guard: a patch of torch functions that is installed while this process has a boosted model."""
+"""Guard: patches torch functions while this process has a boosted model."""
 
 import threading
 import weakref
@@ -8,16 +8,16 @@ from pipeshard.engine.clipping import ModelGradients
 
 
 class Guard(ABC):
-    """Base class of guards. A guard tracks the boosted models of this process by their ModelGradients. It is installed
-    while any of these models is alive."""
+    """Base class of guards. A guard tracks the boosted models of this process by their ModelGradients. The guard is
+    installed while any of these models is alive."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
         self.is_installed = False
-        self._lock = threading.RLock()  # a model may end in any thread, also inside `watch`
+        self._lock = threading.RLock()  # a model may be finalized in any thread, even inside `watch`
 
     def watch(self, gradients: ModelGradients) -> None:
-        """Guard the model with these gradients from now on."""
+        """Guard the model that has these gradients from now on."""
         weakref.finalize(gradients, self._model_ended).atexit = False
         with self._lock:
             self._models.add(gradients)

@@ -19,15 +19,16 @@ Mark = tuple[Tensor, int] | None  # a gradient and its version
 
 
 def stored_grad(tensor: Tensor) -> Tensor | None:
-    """The gradient of a tensor. For a HostParameter, it is None except during the optimizer's update."""
+    """The gradient of a tensor. For a HostParameter, the gradient is None except during the optimizer's update."""
     gradient: Tensor | None = STORED.__get__(tensor)
     return gradient
 
 
 class HostParameter(nn.Parameter):
-    """The `master` of a HostedWeight. Outside the optimizer's update, `master` has no gradient, and a loop that clips
-    gradients would silently skip `master`. So outside the update, reading `grad` raises UsageError if the model's
-    parameter has a gradient, and setting `grad` raises UsageError unless the new value is None."""
+    """The `master` of a HostedWeight. Outside the optimizer's update, `master` has no gradient, so a loop that clips
+    gradients would silently skip `master`. To prevent this, reading `grad` outside the update raises UsageError if the
+    model's parameter has a gradient. Setting `grad` outside the update raises UsageError unless the new value is
+    None."""
 
     pipeshard_weight: "weakref.ref[HostedWeight]"
 
@@ -49,7 +50,7 @@ class HostParameter(nn.Parameter):
         return {k: v for k, v in state.items() if k != "pipeshard_weight"} if isinstance(state, dict) else state
 
     def _check(self, is_set: bool = False) -> None:
-        reference = vars(self).get("pipeshard_weight")  # a copy of this parameter has none
+        reference = vars(self).get("pipeshard_weight")  # a copy of this parameter has no weight
         weight = None if reference is None else reference()
         if weight is not None and not weight.is_updating and (is_set or weight.parameter.grad is not None):
             raise UsageError(
@@ -71,7 +72,7 @@ class HostedWeight(MasterWeight):
     """A MasterWeight whose `master` is in host memory as soon as an optimizer trains the parameter.
 
     Attributes:
-        is_updating: whether the optimizer is updating `master`. Only then does `master` have a gradient.
+        is_updating: whether the optimizer is updating `master`. `master` has a gradient only during the update.
     """
 
     is_updating = False
@@ -87,7 +88,7 @@ class HostedWeight(MasterWeight):
         return not isinstance(self.master, HostParameter)
 
     def complete(self) -> None:
-        """Copy the values to the host. Before this call, the fp32 master weight of a 16-bit parameter is on the
+        """Copy the values to the host. Until this call, the fp32 master weight of a 16-bit parameter is on the
         device."""
         if self.is_double:
             self.follow(is_written=True, is_master_written=False, adopts=True)

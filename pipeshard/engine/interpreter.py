@@ -1,7 +1,7 @@
 """Interpreter: runs one rank's actions of a Program on its stages, and sends and receives messages with a P2P.
 
 torch.distributed.pipelining has a hand-written loop for each schedule. Here a schedule is data, and its messages are
-also actions, so one loop runs every schedule. This loop runs exactly the Program that was proven free of deadlocks.
+also actions, so one loop runs every schedule. The loop runs exactly the Program that was proven free of deadlocks.
 """
 
 import contextlib
@@ -25,10 +25,11 @@ MAX_PENDING_SENDS = 4  # for a P2P that does not report completion
 
 
 class Interpreter:
-    """Runs actions in order. Waits for a receive when its tensors are needed, and for a send at the end of the run. If
-    the P2P does not report whether sends have completed, at most `MAX_PENDING_SENDS` sends are pending.
+    """Runs actions in order. Waits for a receive when a later action needs the received tensors, and for sends at the
+    end of the run. If the P2P does not report whether sends have completed, at most `MAX_PENDING_SENDS` sends are
+    pending.
 
-    `placement[s]` is the rank of stage s; `timeline` contains the times of the last run. Under torch.profiler, each
+    `placement[s]` is the rank of stage s. `timeline` contains the times of the last run. Under torch.profiler, each
     action appears as a range named after the action, such as `F3@1`.
     """
 
@@ -87,8 +88,8 @@ class Interpreter:
         self.timeline.done()
 
     def _take(self, action: Action) -> list[Tensor]:
-        """The input tensors of a compute action, from another rank or from the adjacent stage on this rank. The result
-        is empty for a forward of the first stage and a backward of the last stage."""
+        """The input tensors of a compute action, from another rank or from the adjacent stage on this rank. The list is
+        empty for a forward of the first stage and for a backward of the last stage."""
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:
@@ -119,7 +120,7 @@ class Interpreter:
 
     def _release_sent(self) -> None:
         while self._sends and all(work.is_completed() for work in self._sends[0][0]):
-            self._release()  # returns immediately, or raises the error of the send
+            self._release()  # returns immediately, or raises the send's error
         while self.p2p is not None and not self.p2p.tells and len(self._sends) > MAX_PENDING_SENDS:
             self._release()
 

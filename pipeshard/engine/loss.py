@@ -1,7 +1,7 @@
 """Loss rule: the formula that computes the loss of a batch from the losses of its microbatches.
 
 The mean over a batch is not the mean of the microbatches' means if microbatches have different numbers of samples or
-valid labels. A weighted mean divides by a number that only the criterion has. Most implementations of gradient
+valid labels. A weighted mean divides by a number that only the criterion knows. Most implementations of gradient
 accumulation ignore both problems.
 """
 
@@ -24,7 +24,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import IGNORED
 
 logger = logging.getLogger("pipeshard")
-CLOSE = {torch.float32: ROUNDING, torch.float64: 1e-9}  # tolerated relative error of a sum; see `tolerance_of`
+CLOSE = {torch.float32: ROUNDING, torch.float64: 1e-9}  # tolerated relative error of a sum (see `tolerance_of`)
 CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
 MOST_RULES = 128  # LossRules keeps at most this many
 
@@ -36,9 +36,10 @@ class LossRule:
 
     The count is the number of valid labels: the entries at `path`, from column `shift` on, that are not `ignore`. With
     `masked`, only labels with an attention mask other than 0 are valid: some losses use the mask to omit padding,
-    whatever the labels of the padding are. With `adds`, the count is the sum of all entries from column `shift` on. If
-    `path` is None, the count is the number of samples. With `summed`, losses are added unweighted; with `each`, every
-    microbatch counts as 1. With `counted`, the criterion returns a sum and its count for each microbatch.
+    regardless of the padding's labels. With `adds`, the count is the sum of all entries from column `shift` on. If
+    `path` is None, the count is the number of samples. With `summed`, the losses are added without weights. With
+    `each`, the count of every microbatch is 1. With `counted`, the criterion returns a sum and its count for each
+    microbatch.
     """
 
     path: str | None = None
@@ -57,7 +58,7 @@ class LossRule:
         counts: Sequence[float] = (),
     ) -> list[float]:
         """The factor of each microbatch's loss. If the rule counts valid labels, the factor of a microbatch without
-        valid labels is 0, unless the full batch has none.
+        valid labels is 0, unless the full batch has no valid labels either.
 
         If other replicas have parts of the batch, `total` maps the count of this replica's microbatches to the count of
         the full batch. With `counted`, `counts` are the counts that the criterion returned.
@@ -86,8 +87,8 @@ class LossRule:
         """Whether this rule computes the loss of the whole from the losses of the parts, within `looser` times the
         tolerance for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole. If
         the losses have gradients with respect to unit results, the rule must also compute the whole's gradients from
-        the parts' gradients. Non-finite gradients are ignored, and so are rounding errors of gradients that are 0
-        (softmax does not depend on an offset of all logits)."""
+        the parts' gradients. Non-finite gradients are ignored. Rounding errors of gradients that should be 0 are also
+        ignored (softmax does not depend on an offset of all logits)."""
         whole, parts, batches = losses
         shares = [1.0] * len(parts) if self.counted else self.shares(batches)
         terms = [share * part.value if share else 0.0 for share, part in zip(shares, parts, strict=True)]
@@ -111,7 +112,7 @@ class LossRule:
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
     """The gradient of the sum of the parts' losses, each times its share, with respect to the unit result at index
-    `leaf`. None if no part has a gradient."""
+    `leaf`. Returns None if no part has a gradient."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None
@@ -164,7 +165,7 @@ class LossRules:
         """Whether the rule for this kind was proven for the values of this batch, and for `sizes`."""
         if kind not in self._known:
             return False
-        known = self._known[kind] = self._known.pop(kind)  # the last one to be dropped
+        known = self._known[kind] = self._known.pop(kind)  # moved to the end: dropped last
         return (known.tried is None or known.tried.covers(sizes)) and known.covers_values(batch)
 
     def known(self, kind: Any, batch: Batch) -> LossRule | None:
@@ -194,7 +195,7 @@ class LossRules:
         if tried is not None and proven.until is not None:
             tried.add(proven.until)
         self._known.pop(kind, None)
-        if len(self._known) >= MOST_RULES:  # only the one used least recently: the step may need the others
+        if len(self._known) >= MOST_RULES:  # drop only the least recently used rule: the step may need the others
             del self._known[next(iter(self._known))]
         self._known[kind] = _Known(proven.rule, now, entries, tried)
 

@@ -1,7 +1,7 @@
-"""Loss search: finds the rule that a model's loss follows, and proves it by trials.
+"""Loss search: finds the rule that a model's loss follows, and proves this rule by trials.
 
 The model's own loss code runs on a few samples and on parts of them, with random values. A rule is accepted only if it
-holds in every trial with finite losses, and a loss that follows no rule is refused.
+holds in every trial with finite losses. A loss that follows no rule is rejected.
 """
 
 import itertools
@@ -38,8 +38,8 @@ from pipeshard.hf import IGNORED, MASK, has_known_loss, padding_token, targets
 logger = logging.getLogger("pipeshard")
 CUTS = 1, 2, 3  # numbers of samples in the first of two parts
 HALVES = (2,)  # the same for a model that rejects a single sample (batch norm in training)
-TELLING = 3  # number of telling trials (which could distinguish rules) in which a rule must hold
-FITS = 1.0, 4.0, 16.0  # how far unit results are moved to reduce the first part's loss only
+TELLING = 3  # number of telling trials (trials that could distinguish rules) in which a rule must hold
+FITS = 1.0, 4.0, 16.0  # how far unit results are moved to reduce only the first part's loss
 MISFIT = -64.0  # the same, to increase the loss
 LEAST_DIFFERENCE = 1e-3  # required difference between the two parts' losses, relative to the larger loss
 AT_SIZES = 2  # number of telling trials at the batch's own sizes in which a rule must hold
@@ -73,8 +73,8 @@ def prove_loss_rule(
     Runs the glue on a few samples and on parts of them, split at different positions, with random unit results and new
     random labels, weights and masks. The rule found (or the rule `known` for other sizes) must then also hold at
     `sizes`. This test is skipped for transformers' own losses, which do not depend on sizes. Logs a warning if the test
-    was inconclusive, or if the rule does not cover an auxiliary part of the loss, computed from side outputs of units
-    (router logits) or from a second kind of labels.
+    was inconclusive, or if the rule does not cover an auxiliary part of the loss that is computed from side outputs of
+    units (router logits) or from a second kind of labels.
 
     Raises ConfigurationError if no rule can be proven, or TraceError if glue takes a different path than in its trace.
     """
@@ -136,20 +136,20 @@ class _Search:
     ) -> None:
         self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
         self.read = read_by_loss(flow)
-        self.sizes = sizes  # at which the rule must hold, or None for one of transformers' own losses
+        self.sizes = sizes  # the rule must hold at these sizes; None for one of transformers' own losses
         self.until = sizes  # sizes up to which the found rule holds
         self.is_of_few = False  # whether a rule held on a few samples, but not at the batch's sizes
         self.is_untried = False  # whether the found rule could not be tried at the batch's sizes
-        self.failure: Exception | None = None  # why no trial could run
-        self.strayed: TraceError | None = None  # the same, if glue took a different path than in its trace
+        self.failure: Exception | None = None  # the error that prevented all trials
+        self.strayed: TraceError | None = None  # `failure`, if glue took a different path than in its trace
         self.has_side_outputs = flow.has_side_loss
 
     def rule(
         self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None, shortens: bool = True
     ) -> LossRule | None:
         """Find the rule, or return None. With `side_outputs`, side outputs of units are also random; otherwise they are
-        zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. If the rule `known`
-        is passed, only this rule is tried, and only at the batch's sizes. With `shortens=False`, samples keep all
+        zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. If you pass the rule
+        `known`, only this rule is tried, and only at the batch's sizes. With `shortens=False`, samples keep all
         positions of the batch's samples."""
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, FewSamples, LossTrial]] = {}
@@ -179,8 +179,8 @@ class _Search:
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
-        """Whether all labels in the batch are valid, and the loss is one of transformers' own that is a mean over
-        samples in trials with valid labels only. A sum of such means, over several kinds of labels, also counts."""
+        """Whether the loss is one of transformers' own, all labels in the batch are valid, and the loss is a mean over
+        samples in trials with valid labels only. A sum of such means over several kinds of labels also counts."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
         return self.sizes is None and not ignored and self.rule(valid=True) is not None
@@ -203,8 +203,8 @@ class _Search:
         return FewSamples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
 
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
-        """`_can_try` in fp32 if `precise`; otherwise in the 16-bit dtypes of the trace, for glue that accepts no other
-        dtype or rounds to 16 bits itself."""
+        """As `_can_try`, in fp32 if `precise`. Otherwise, in the 16-bit dtypes of the trace, for glue that accepts no
+        other dtype or that rounds to 16 bits itself."""
         try:
             self.samples = self._samples(source)
             self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
@@ -228,7 +228,7 @@ class _Search:
         integers, floats = self.samples.integers, self.samples.floats
         labels = self._labels()
         for path in labels:
-            masks = (True, False) if self._reads_mask_of(path) else (False,)  # masked first: without a 0, both hold
+            masks = (True, False) if self._reads_mask_of(path) else (False,)  # masked first: both hold if no mask is 0
             for ignore, masked in itertools.product(self._ignored(path), masks):
                 yield from (LossRule(path, shift, ignore, masked) for shift in (0, 1))
         yield from (LossRule(), SUM)
@@ -241,14 +241,14 @@ class _Search:
             if path in self.read:
                 ignored = dict.fromkeys([0, *self.samples.marks(path)])
                 yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
-        for path in integers:  # positions that are omitted because of their input token, or labels of another name
+        for path in integers:  # positions that are omitted because of their input token, or labels under another name
             if path in self.read and path not in labels:
                 ignored = dict.fromkeys([padding_token(self.model) or 0, 0, *self._ignored(path)])
                 yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
 
     def _labels(self) -> list[str]:
-        """The paths of the labels that the loss reads. If no leaf has a name of labels, all integer leaves that the
-        loss reads, the last one first."""
+        """The paths of the labels that the loss reads. If no leaf has a label's name, returns all integer leaves that
+        the loss reads, in reverse order."""
         read = [path for path in self.samples.integers if path in self.read]
         return targets(read) or read[::-1]
 
@@ -258,8 +258,8 @@ class _Search:
         return path != MASK and MASK in self.read and mask is not None and mask.shape == labels.shape
 
     def _ignored(self, path: str) -> list[int]:
-        """The labels that may mean "no label". GPU kernels abort for a label that is out of range. So on a GPU, a
-        criterion is tried only with those negative labels that the batch contains."""
+        """The labels that may mean "no label". GPU kernels abort if a label is out of range. So on a GPU, a criterion
+        is tried only with negative labels that the batch contains."""
         observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
@@ -270,7 +270,7 @@ class _Search:
         if UNLABELLED in observed:
             tried[UNLABELLED] = None
         on_cpu, dtype = self.batch.device.type == "cpu", self.batch.tensors[path].dtype
-        marks = [mark for mark in tried if int(torch.tensor(mark).to(dtype)) == mark]  # a mask of bytes has few values
+        marks = [mark for mark in tried if int(torch.tensor(mark).to(dtype)) == mark]  # not every dtype can represent each mark
         return [ignore for ignore in marks if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
@@ -288,8 +288,9 @@ class _Search:
     def _holds_without_valid(self, rule: LossRule) -> bool:
         """Whether a rule also holds if the second part, or only the last sample, has no valid entry. A rule that counts
         entries gives such samples no weight, but a focal loss divided by the number of objects also sums over the
-        background. A rule that counts samples gives them full weight, but a loss may omit them: it is tried with each
-        mark in the ranges of the batch's values, since later batches in these ranges are not tried."""
+        background. A rule that counts samples gives such samples full weight, but a loss may omit them. So a rule that
+        counts samples is tried with each mark in the ranges of the batch's values, since later batches in these ranges
+        are not tried."""
         if self.sizes is None or rule.counted:
             return True
         if rule.path is not None:
@@ -303,7 +304,8 @@ class _Search:
         return all(each is None or not math.isfinite(each.whole.value) or rule.holds(each) for each in trials)
 
     def _marks(self) -> list[tuple[str, float]]:
-        """The paths of the leaves that the loss reads, each with a value that may mark a missing entry, or 0."""
+        """Pairs of a leaf that the loss reads (its path) and a value that may mark a missing entry in this leaf, or
+        0."""
         samples = self.samples
         labels = [(path, mark) for path in samples.integers if path in self.read for mark in (*self._ignored(path), 0)]
         others = [(path, mark) for path in samples.floats if path in self.read for mark in (0, *samples.marks(path))]
@@ -332,9 +334,9 @@ class _Search:
         return self.sizes is None or all(self._holds(rule, k, sloping=True) for k in range(len(self.cuts)))
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
-        """Whether a rule that holds on a few samples also holds at the batch's sizes. The upper ends of the sizes'
-        ranges are tried first and, unless the rule holds there, the sizes themselves. If samples of these sizes are too
-        large, fewer and shorter samples are tried. Sets `is_untried` if no trial at the batch's sizes was conclusive.
+        """Whether a rule that holds on a few samples also holds at the batch's sizes. First tries the upper ends of the
+        sizes' ranges. Unless the rule holds there, tries the sizes themselves. If samples of these sizes are too large,
+        fewer and shorter samples are tried. Sets `is_untried` if no trial at the batch's sizes was conclusive.
         Inconclusive trials do not reject a rule."""
         if self.sizes is None:
             return True
@@ -421,7 +423,7 @@ class _Search:
         return None if telling == 0 else telling is not None
 
     def _holds(self, rule: LossRule, number: int, fit: float = 0.0, sloping: bool = False) -> bool:
-        """Whether a rule holds in one trial. Also returns True if the trial has no finite losses."""
+        """Whether a rule holds in one trial. Returns True if the trial has no finite losses."""
         losses = self._losses(rule, number, fit, sloping)
         return losses is None or not losses.is_finite or rule.holds(losses)
 

@@ -27,8 +27,8 @@ from pipeshard.split.policy import Policy
 
 class LossShares:
     """Finds and applies the rules that combine microbatch losses into a batch's loss. `find(batch, criterion)` returns
-    the Way of a microbatch. `is_unchanged()` returns whether no Python value of the model and the criterion has changed
-    since their current state was first recorded.
+    the Way of a microbatch. `is_unchanged()` returns whether all Python values of the model and the criterion are the
+    same as when their current state was first recorded.
 
     If `weight` is None, each replica in the process group `replicas` has a part of one batch (`replicas` is None for a
     single replica). Otherwise each replica has its own batch, and `weight` is the factor of this batch's loss in the
@@ -47,10 +47,10 @@ class LossShares:
         self.replicas, self.weight, self.is_unchanged = replicas, weight, is_unchanged
         self.is_last = policy.stage == policy.placement[-1]  # whether this rank computes the loss
         self.rules, self.changing = LossRules(), LossState(policy.model)
-        self.state: tuple[int, int] = 0, 0  # numbers of the states of the model and the criterion
+        self.state: tuple[int, int] = 0, 0  # the number of the model's state, and of the criterion's state
         self._is_known = has_known_loss(policy.model)
         self._seen: tuple[Hashable, ...] | None = None  # the kinds of values that the loss depends on
-        self._counted: WeakKeyDictionary[Dataflow, bool] = WeakKeyDictionary()  # whether its first count was right
+        self._counted: WeakKeyDictionary[Dataflow, bool] = WeakKeyDictionary()  # whether the first count was right
 
     def look(self, criterion: Criterion | None, state: tuple[int, int]) -> None:
         """Record the state of the model and the criterion, and the values that the loss depends on."""
@@ -66,9 +66,9 @@ class LossShares:
     def of(
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
     ) -> list[float]:
-        """The share of each microbatch of one batch. Ranks without the last stage do not need shares: there, each share
-        is 1.0. If a criterion computes its sum as a mean times the count, the sum of a microbatch without valid labels
-        is NaN; the share of this microbatch is 0."""
+        """The share of each microbatch of one batch. On ranks without the last stage, which do not need shares, each
+        share is 1.0. If a criterion computes its sum as a mean times the count, the sum of a microbatch without valid
+        labels is NaN. The share of such a microbatch is 0."""
         if not self.is_last:
             return [1.0] * len(batches)
         if not rule.counted:
@@ -92,8 +92,8 @@ class LossShares:
         )
 
     def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
-        """The loss of this replica's own batch, computed from its `part` of the step's loss. If replicas share one
-        batch, the step's `loss`."""
+        """The loss of this replica's own batch, computed from its `part` of the step's loss. If the replicas share one
+        batch, returns the step's `loss`."""
         return loss if self.weight is None or part is None else part / self.weight
 
     def prove(
@@ -121,7 +121,8 @@ class LossShares:
             raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
-        """Find the rule for `batch`, without communication, unless it is known. `first` is a microbatch of `batch`."""
+        """Find the rule for `batch` without communication, unless the rule is known. `first` is a microbatch of
+        `batch`."""
         kind, sizes = self._kind(batch, criterion), self._sizes(batch, first.rows)
         if self.rules.covers(kind, batch, sizes):  # only another rank or another batch lacks the rule
             return
@@ -150,8 +151,8 @@ class LossShares:
         return rule
 
     def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
-        """The kind of a batch; the losses of all batches of one kind follow the same rule. Values of Python numbers in
-        a batch are ignored for transformers' own losses, which only use them to count items."""
+        """The kind of a batch. The losses of all batches of one kind follow the same rule. The values of Python numbers
+        in a batch are ignored for transformers' own losses, which use such numbers only to count items."""
         others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
         beside = () if self._seen is None else (self._seen, of_batch(batch))
         return key_of(criterion), self.state, batch.paths, others, beside
@@ -162,8 +163,8 @@ class LossShares:
         """The count that the criterion returns for each microbatch, and whether the count is 0 and the sum is NaN. The
         counts are computed before the first backward, which needs their sum. If the trace recorded how the count
         depends on the batch, and no Python value has changed since, the count is computed from the batch. Otherwise,
-        the criterion computes it from placeholder unit results. The first count of each trace is computed in both ways
-        and compared."""
+        the criterion computes it from placeholder unit results. The first count of each trace is computed in both ways,
+        and the results are compared."""
         glue: Glue | None = None
         counts = []
         is_unchanged = any(flow.count is not None for flow, _ in ways) and self.is_unchanged()
@@ -180,8 +181,8 @@ class LossShares:
         return counts
 
     def _count_of_batch(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float | None:
-        """The criterion's count, computed from the batch alone. None if the count is 0, if the trace did not record how
-        to compute it, or if the first count was wrong."""
+        """The criterion's count, computed from the batch alone. Returns None if the count is 0, if the trace did not
+        record how to compute the count, or if the first count was wrong."""
         if flow.count is None or not self._counted.get(flow, True):
             return None
         can_be_asked, count = flow.count.ask(batch.tensors, deltas)

@@ -42,7 +42,7 @@ class Sizes:
 
     @property
     def range(self) -> tuple[int, ...]:
-        """The range of these sizes, identified by its upper ends: each number rounded up to a power of two."""
+        """The upper ends of the range that contains these sizes: each number rounded up to a power of two."""
         return tuple(map(power, self.numbers))
 
 

@@ -1,10 +1,10 @@
-"""Loss state: the values, other than samples, that a loss depends on and a user may change between steps.
+"""Loss state: tracks the values, other than samples, that a loss depends on and that a user may change between steps.
 
-A loss rule was tried with one set of class weights, one training mode and one value of each coefficient. With other
-values, the loss may follow a different rule: a mean over samples becomes a weighted mean if its weights are not all 1.
-So a rule counts as proven only in one state of these tensors and numbers. Values are compared by kind, since annealed
-coefficients change in every step: integers up to 64 by value, other numbers by sign and power of four, and tensors by
-range and by whether all elements are equal.
+The trials of a loss rule use one set of class weights, one training mode and one value of each coefficient. With other
+values, the loss may follow a different rule: a mean over samples becomes a weighted mean if the class weights are not
+all 1. So a rule counts as proven only for the state of these tensors and numbers in its trials. Values are compared by
+kind, since annealed coefficients change in every step: integers up to 64 by value, other numbers by sign and power of
+four, and tensors by range and by whether all elements are equal.
 """
 
 from collections.abc import Hashable, Iterator
@@ -22,9 +22,9 @@ from pipeshard.graph.writes import Noted, count_reads
 from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
-MOST_IN_BATCH = 64  # larger tensors of a batch are not compared
+MOST_IN_BATCH = 64  # tensors of a batch with more elements are not compared
 LIBRARIES_OF_LAYERS = {"torch", "transformers"}
-MODULE_OF_LOSSES = nn.CrossEntropyLoss.__module__  # may have class weights
+MODULE_OF_LOSSES = nn.CrossEntropyLoss.__module__  # losses in this module may have class weights
 COMPARED_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 COMPARED_DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 NUMBERS = "biuf"  # kinds of numpy dtypes

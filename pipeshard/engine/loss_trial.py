@@ -3,8 +3,8 @@
 Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit rules that do
 not hold for the next batch. So integers are drawn from the batch's values and the values between them, and masks,
 weights and unit results are random. Random unit results are cheap, since units do not run. Some losses change their
-form when they are small (flooding, a free allowance) or large (a ceiling). To detect such a change of form, unit
-results of some samples are moved to reduce or increase the samples' loss.
+form at small values (flooding, a free allowance) or at large values (a ceiling). To detect such a change, unit results
+of some samples are moved to reduce or increase these samples' loss.
 """
 
 import logging
@@ -50,9 +50,10 @@ class FewSamples:
     replaces their values with random values.
 
     `read` contains the paths of the leaves that the loss reads, and `consulted` the paths of the leaves on whose values
-    Python branches. Integers are drawn from the batch's values and, if there are few, the values between them; masks
-    remain masks. Other floating-point values are moved, or drawn from the batch's values and possible marks of missing
-    values; if the loss `is_known` (one of transformers' own), they are only scaled. Complex values are always scaled.
+    Python branches. Integers are drawn from the batch's values and, if the batch has few values, the values between
+    them. Masks remain masks. Other floating-point values are moved, or drawn from the batch's values and from possible
+    marks of missing values. If the loss `is_known` (one of transformers' own), floating-point values are only scaled.
+    Complex values are always scaled.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class FewSamples:
 
     @property
     def draws(self) -> int:
-        """The number of draws after which each mark, and each value of a leaf with few values, has occurred; at least
-        ROWS and at most SPAN // ROWS."""
+        """The number of draws after which each mark, and each value of a leaf with few values, has occurred, but at
+        least ROWS and at most SPAN // ROWS."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()
@@ -179,7 +180,7 @@ def _pool(leaf: Tensor, special: Tensor) -> Tensor:
     """The values from which an integer leaf is drawn. If the leaf's largest class is below SPAN, these are its negative
     values, its mark, and all values from 0 to the largest class (at least 1), except `special` tokens that the leaf
     does not contain. Otherwise, these are the leaf's own values, with `special` tokens and the largest class repeated,
-    since a loss may omit these or weight them differently."""
+    since a loss may omit these values or weight them differently."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
     classes = pool[:-1] if is_marked(pool) else pool
@@ -275,8 +276,8 @@ def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Glue:
-    """Runs the glue of a model, and the criterion, with given values instead of unit results. No other code may change
-    the model between two runs."""
+    """Runs a model's glue and the criterion with given values instead of unit results. No other code may change the
+    model between two runs."""
 
     def __init__(self, model: nn.Module, criterion: Criterion | None, device: torch.device) -> None:
         self.model, self.criterion, self.device, self.units = model, criterion, device, find_units(model)
@@ -293,7 +294,7 @@ class Glue:
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
         """Measure the loss of `batch`, and the loss's gradients with respect to `by`. Returns None without a loss.
-        `result(key, spec)` returns a leaf of a unit's result; only the calls in `running` run their units. The
+        `result(key, spec)` returns a leaf of a unit's result. Only the calls in `running` run their units. The
         criterion is called `times` times. The state of the model, the criterion and the generators is restored
         afterwards."""
         calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)
@@ -330,7 +331,7 @@ class Glue:
             stack.enter_context(handled(self.units, handle))
             stack.enter_context(checking_indices(self.device))
             stack.enter_context(without_tf32())
-            private = batch.copied(batch.paths)  # since glue may write to it
+            private = batch.copied(batch.paths)  # glue may write to the batch
             output = private.call(self.model)
             if left := next(calls, None):
                 raise other_way("the forward ended", f"{left[1].unit} (unit call {left[0]})")
@@ -344,7 +345,7 @@ class Glue:
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> tuple[float, bool]:
         """The count that the criterion returns, and whether the count is 0 and the sum is NaN (a mean over nothing,
-        times 0). The count does not depend on unit results, so they are replaced with one expanded value."""
+        times 0). The count does not depend on unit results, so each unit result is replaced with one expanded value."""
 
         def constant(key: LeafKey, spec: TensorSpec) -> Tensor:
             value = 0.5 if spec.dtype.is_floating_point else 0
@@ -392,7 +393,7 @@ class LossTrial:
         return sum(math.prod(whole.spec(value).at(deltas)) for value in self.random)
 
     def rounds(self, batch: Batch, kind: int) -> bool:
-        """Whether glue itself rounds to 16 bits: the loss is then the same if unit results are first rounded to
+        """Whether glue itself rounds to 16 bits. The loss then stays the same if unit results are first rounded to
         bf16."""
         results = self._random_results(0, kind)
         rounded = {key: result.bfloat16().float() for key, result in results.items()}
@@ -403,9 +404,10 @@ class LossTrial:
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> Losses | None:
         """Measure the loss of `batch` (the samples with random values), of its first `at` samples, and of its other
-        samples. Returns None if one of the three has no loss, or if the model or the criterion fails. With `fit`, unit
-        results of the first `at` samples are moved by at most `abs(fit)`, to reduce these samples' loss or, if `fit` is
-        negative, to increase it. With `sloping`, the losses have gradients with respect to all random unit results."""
+        samples. Returns None if one of the three measurements has no loss, or if the model or the criterion fails. With
+        `fit`, unit results of the first `at` samples are moved by at most `abs(fit)`, to reduce these samples' loss or,
+        if `fit` is negative, to increase it. With `sloping`, the losses have gradients with respect to all random unit
+        results."""
         rows, draws = range(batch.rows), SharedDraws()
         halves = rows[:at], rows[at:]
         batches = [batch.take(torch.tensor(half)) for half in halves]
@@ -430,8 +432,8 @@ class LossTrial:
         return None if whole is None or len(losses) != len(parts) else Losses(whole, losses, batches)
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
-        """Whether the criterion returns the same loss when it is called again with the same output, except for
-        rounding: a GPU kernel may add in a different order. Also True without a loss, or if the loss is NaN."""
+        """Whether the criterion returns the same loss when it is called again with the same output, except for rounding
+        (a GPU kernel may add in a different order). Also returns True without a loss, or if the loss is NaN."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         if once is None or again is None or math.isnan(once.value):

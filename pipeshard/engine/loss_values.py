@@ -1,10 +1,10 @@
-"""Loss values: the values for which a loss rule was tried, and the values that may mark missing entries.
+"""Loss values: tracks the values for which a loss rule was tried, and finds values that may mark missing entries.
 
 A loss may omit entries because of their value, for example targets that are NaN, -1 or -100, or depths of 0. A rule
-that was tried without such marks is not proven for a batch that contains them. So the ranges of the values that the
-loss reads are stored with each rule, and the rule is tried again for a batch with values outside these ranges. Ranges
-of floating-point values are wide: only a value with a new sign, a value beyond the next power of four, and the first
-zero or NaN are outside.
+that was tried without such marks is not proven for a batch that contains them. So each rule is stored with the ranges
+of the values that the loss reads. The rule is tried again for a batch with values outside these ranges. Ranges of
+floating-point values are wide: only a value with a new sign, a value beyond the next power of four, and the first zero
+or NaN are outside.
 """
 
 import math
@@ -18,7 +18,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.hf import MASK
 
 SPAN = 64  # an integer leaf whose highest value is below SPAN is tried with all values up to the highest
-TINY = math.ulp(0.0)  # the smallest positive number: a bound of ranges without zero
+TINY = math.ulp(0.0)  # the smallest positive number, as a bound of ranges that exclude zero
 MISSING_MARKS = -1.0, -100.0  # marks of a missing value in a leaf with negative values
 MOST_VALUES = 4096  # at most this many values of a floating-point leaf are used in draws
 SHARE = 0.4  # share of the entries that a draw replaces with marks
@@ -66,7 +66,8 @@ class Range(NamedTuple):
 
 
 def fillers_of(leaf: Tensor) -> list[int]:
-    """The values that fill the first two or the last two entries of a row, as padding does; the most frequent first."""
+    """The values that fill the first two or the last two entries of a row, as padding does. The most frequent value is
+    first."""
     if leaf.ndim < 2 or leaf.shape[-1] < 2:
         return []
     ends = torch.stack([leaf[..., :2], leaf[..., -2:]]).flatten(0, -2)
@@ -148,7 +149,7 @@ class Values:
 
 
 def _extremes(leaf: Tensor) -> tuple[float, float]:
-    """The lowest and the highest value; both are NaN if one value is NaN, and 0 if the leaf is empty."""
+    """The lowest and the highest value. Both are NaN if any value is NaN, and 0 if the leaf is empty."""
     if not leaf.numel():
         return 0.0, 0.0
     low, high = leaf.aminmax()
