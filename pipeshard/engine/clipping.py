@@ -44,8 +44,8 @@ class ModelGradients:
     Attributes:
         names: maps each parameter of the full model to its name, including parameters that boost has replaced.
         trained: the names of the parameters that the model's optimizers train.
-        updated: the MasterWeights of this rank that are, or were, in an optimizer, by name. Weights of optimizers that
-        no longer exist remain, since ranks may free optimizers at different times.
+        updated: this rank's MasterWeights, by name, that an optimizer contains or has contained. Weights of optimizers
+        that no longer exist remain, since ranks may free optimizers at different times.
         copies: the WeightCopies of these weights.
         norm: the last gradient norm of the full model (of `norm_type`) before clipping, or None if this step has not
         computed a norm.
@@ -70,7 +70,7 @@ class ModelGradients:
     ) -> None:
         self.sync, self.weights, self.names = holdings.sync, holdings.weights, names
         self.grid, self.max_norm, self.scaling = grid, max_norm, scaling
-        self._used = scaling  # the latest loss's scale, which may belong to another model
+        self._used = scaling  # the latest loss's LossScale, which may belong to another model
         self.all, self.trained = frozenset(names.values()), set[str]()
         self.updated: dict[str, MasterWeight] = {}
         self.copies = WeightCopies(self.updated, grid)
@@ -227,7 +227,7 @@ class ModelGradients:
         Returns False if the optimizer must skip the step."""
         self._refuse_mixed()
         if self._stepped is None or optimizer in self._stepped:
-            before = self.norm, self.norm_type  # of the loop's own call of a clipping method
+            before = self.norm, self.norm_type  # from the loop's own clipping
             is_clipped = self._stepped is None and self.norm is not None
             self._stepped, self.overflow, self.norm = weakref.WeakSet(), False, None
             self._settle()
@@ -311,8 +311,8 @@ class ModelGradients:
             foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
-        """Raise UsageError on every rank if, on any rank, a parameter that no optimizer trains has a gradient: whether
-        the norm should include this gradient is ambiguous."""
+        """Raise UsageError on every rank if, on any rank, a parameter that no optimizer contains has a gradient:
+        whether the norm should include this gradient is ambiguous."""
         if self._trains_all:
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
@@ -335,7 +335,7 @@ SKIPPED = (
     "finite. To find the non-finite gradients, check p.grad of model.named_parameters() on every rank, directly after "
     "execute_pipeline. If the loss is not finite, pass check_finite=True to PipelinePlugin to find the stage that "
     "computes non-finite values, or use precision='bf16'. clip_grad_by_norm also counts the gradients of parameters "
-    "that no optimizer trains, and optimizer.zero_grad() does not clear these gradients: call model.zero_grad()"
+    "that no optimizer contains, and optimizer.zero_grad() does not clear these gradients: call model.zero_grad()"
 )
 
 
@@ -351,7 +351,7 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
     number of ranks that have the same gradient. Each of these ranks contributes an equal share."""
     is_max, group = math.isinf(norm_type), control(group)
     dtype = torch.float32
-    counted: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}  # gradients, and each one's number of ranks
+    counted: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}  # gradients, and the number of ranks with each
     for parameter, count in holders.items():
         if (gradient := local_grad(parameter)) is None:
             continue

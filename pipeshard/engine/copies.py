@@ -24,24 +24,25 @@ logger = logging.getLogger("pipeshard")
 
 VERSION = attrgetter("_version")  # the number of in-place writes to a tensor
 UNSHARED = (
-    "the loop has written to {name}, but not the same value on every replica, for example through "
+    "the loop has not written the same value to {name} on every replica, for example because it has written through "
     "optimizer.param_groups or a method of the optimizer: with zero_stage=1, optimizer.param_groups contains only the "
     "weights that this replica updates. model(...) would compute with different weights on each replica: write to "
-    "model.parameters() on every rank, or use booster.execute_pipeline(...), which sends writes to the other replicas, "
-    "as optimizer.train() and optimizer.eval() do"
+    "model.parameters() on every rank, or call booster.execute_pipeline(...), optimizer.train() or optimizer.eval(), "
+    "which send writes to the other replicas"
 )
 DRIFTED = (
     "the data-parallel replicas of stage %d have different values of %s at step %d, so each replica trains a different "
-    "model, and a save contains only the first replica's values. Your loop must write the same random numbers to "
-    "weights and gradients on all replicas, and no values of one replica's batch: seed the generator with the same "
-    "number on every rank (torch.manual_seed(0)), or sum the values over the ranks with torch.distributed.all_reduce"
+    "model, and a save contains only the first replica's values. Your loop must write the same values to weights "
+    "and gradients on all replicas. If the values are random numbers, seed the generator with the same number on every "
+    "rank (torch.manual_seed(0)). If the values depend on a replica's batch, sum them over the ranks with "
+    "torch.distributed.all_reduce"
 )
 
 
 class WeightCopies:
     """Tracks writes to weights that have several copies. `weights` are the weights of one optimizer, or of all
     optimizers of a model. The recorded states are stored on the MasterWeights, so a write is copied only once even if
-    several optimizers train the weight.
+    several optimizers contain the weight.
 
     Attributes:
         zero: whether only one replica, the owner, updates each weight (ZeRO).
@@ -53,8 +54,8 @@ class WeightCopies:
         self._watched: list[MasterWeight] = []
         self._tensors: list[Tensor] = []
         self._locals: list[Tensor] = []
-        self._has_drifted = False  # whether replicas had different values at a comparison
-        self._has_frozen: bool | None = None  # whether a weight was frozen at boost: the same on all replicas
+        self._has_drifted = False  # whether a comparison has found different values on replicas
+        self._has_frozen: bool | None = None  # whether a weight was frozen at boost (the same on all replicas)
 
     def watch(self) -> None:
         """Track the weights that now have several copies. Tensors that are already tracked keep their recorded states,

@@ -1,4 +1,4 @@
-"""Coupling: detects that the training loop writes a value computed from several parameters to a parameter.
+"""Coupling: detects that the training loop changes a parameter with a value computed from several parameters.
 
 Examples are a radius computed from the norm of all gradients, a projection, a quantile, or noise that one generator
 produces for several parameters in turn. With several stages, each rank computes such a value from the parameters of one
@@ -85,8 +85,9 @@ class Coupling:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager for a call to pipeshard: on entry, checks the values that the loop has written; on exit,
-        watches the loop again. The operators of the call are not the loop's, so no model watches them."""
+        """Context manager for a call to pipeshard. On entry, checks the values that the loop has written. On exit,
+        watches the loop again. No model watches the operators of the call, since the loop does not run these
+        operators."""
         self.end()
         self._calls += 1
         try:
@@ -325,7 +326,8 @@ class Coupling:
         return NO_LOOP_TAGS.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
-        """The storage of `tensor`, and the number of the watched tensor in this storage that `tensor` is or views."""
+        """The storage of `tensor`, and the index within this storage of the watched tensor that `tensor` is or
+        views."""
         storage = storage_of(tensor)
         starts = self._starts.get(storage, ())
         return storage, bisect(starts, tensor.storage_offset()) if len(starts) > 1 else 0
@@ -355,7 +357,7 @@ def _number(value: Tensor | float) -> float:
 REMEDY = (
     "Sum the value over the ranks with torch.distributed.all_reduce (counting each tied weight once), use "
     "optimizer.get_grad_norm() on every rank, or compute a separate value for each parameter. If an optimizer clips "
-    "gradients itself, turn this off and use max_norm"
+    "gradients itself, turn off its clipping and use max_norm"
 )
 COUPLED = (
     "{writer} changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "
@@ -390,7 +392,7 @@ class Watching:
 
 class Operators(Watching, DispatchMode):
     """Passes each operator of a loop to its Coupling. Increments the versions of tensors to which a foreach or fused
-    operator writes, since torch does not increment these in a mode."""
+    operator writes, since torch does not increment these versions in a mode."""
 
     supports_higher_order_operators = True
 

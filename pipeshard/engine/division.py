@@ -34,7 +34,7 @@ def traced(
     device: torch.device,
 ) -> tuple[Batch, Dataflow]:
     """Trace the full model on `sample` or, if that fails, on its first microbatch. If both fail, try again with the
-    criterion's tensors `beside_glue`. Returns the traced batch and the Dataflow."""
+    criterion's tensors on glue's device (`beside_glue`). Returns the traced batch and the Dataflow."""
     of_trace = partial(trace, model, criterion=criterion, cuts=cuts, device=device)
     with Lone.of(config.pp_size):
         try:
@@ -122,7 +122,8 @@ def divided(
 
 
 def _scale(flow: Dataflow, sample: Batch, size: int) -> float:
-    """The number of elements of a microbatch with `size` samples, relative to that of the traced batch."""
+    """The number of elements in a microbatch with `size` samples, divided by the number of elements in the traced
+    batch."""
     if not flow.axes.tensors:  # the batch has only lists with one entry per sample
         traced_rows, *_ = *flow.axes.sizes, sample.rows
         return size / traced_rows

@@ -106,7 +106,7 @@ class Pipeline:
 
     `costs(partition, flow, sample)` returns the cost of each unit call. Pipeline calls `costs` only with
     `partition="profile"`. If `config` is the result of a schedule search, `asked` is the config that the user passed.
-    `trace` takes the same arguments as `traced`, and replaces it.
+    Pipeline calls `trace` with the arguments of `traced`.
     """
 
     def __init__(

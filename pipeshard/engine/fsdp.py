@@ -34,8 +34,8 @@ def _remove_hooks(module: Any) -> None:
 
 
 def _fsdp_parameters(module: Any) -> Iterator[Any]:
-    """Yield the module's FSDPParam objects. Callers use their attributes `sharded_param`, `_unsharded_param` and
-    `unsharded_accumulated_grad`."""
+    """Yield the module's FSDPParam objects. Callers use the attributes `sharded_param`, `_unsharded_param` and
+    `unsharded_accumulated_grad` of these objects."""
     yield from _fsdp_state(module)._fsdp_param_group.fsdp_params
 
 
@@ -125,7 +125,7 @@ class ShardedUnits:
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:
-        """End a training step: with `sync`, reduce-scatter the remaining gradients; then reshard the parameters."""
+        """End a training step: reduce-scatter the remaining gradients if `sync`, and reshard the parameters."""
         if sync:
             self._reduce(list(self._waiting))
             self.root.set_is_last_backward(True)

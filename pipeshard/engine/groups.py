@@ -38,8 +38,8 @@ def is_compared(key: str, group: Mapping[str, Any]) -> bool:
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
-    parameters. If a new parameter replaces several old parameters, it stays only in the first group that contains
-    it."""
+    parameters. If a new parameter replaces several old parameters, the new parameter stays only in the first group that
+    contains it."""
     seen: set[nn.Parameter] = set()
     for group in optim.param_groups if became else ():
         group["params"][:] = now = [became.get(parameter, parameter) for parameter in group["params"]]

@@ -76,8 +76,8 @@ class HostedWeight(MasterWeight):
     """
 
     is_updating = False
-    _given: Mark = None  # the gradient on the device that was copied
-    _taken: Mark = None  # its copy on the host
+    _given: Mark = None  # the device's gradient that was copied
+    _taken: Mark = None  # the host's copy of this gradient
 
     @property
     def is_double(self) -> bool:

@@ -26,7 +26,7 @@ from pipeshard.hf import IGNORED
 logger = logging.getLogger("pipeshard")
 CLOSE = {torch.float32: ROUNDING, torch.float64: 1e-9}  # tolerated relative error of a sum (see `tolerance_of`)
 CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
-MOST_RULES = 128  # LossRules keeps at most this many
+MOST_RULES = 128  # LossRules keeps at most this many rules
 
 
 @dataclass(frozen=True)

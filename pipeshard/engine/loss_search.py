@@ -147,8 +147,8 @@ class _Search:
     def rule(
         self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None, shortens: bool = True
     ) -> LossRule | None:
-        """Find the rule, or return None. With `side_outputs`, side outputs of units are also random; otherwise they are
-        zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. If you pass the rule
+        """Find the rule, or return None. With `side_outputs`, side outputs of units are also random instead of zeros.
+        With `valid`, all labels are valid, and only the rule that counts samples is tried. If you pass the rule
         `known`, only this rule is tried, and only at the batch's sizes. With `shortens=False`, samples keep all
         positions of the batch's samples."""
         self.valid, self.side_outputs = valid, side_outputs
@@ -203,8 +203,8 @@ class _Search:
         return FewSamples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
 
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
-        """As `_can_try`, in fp32 if `precise`. Otherwise, in the 16-bit dtypes of the trace, for glue that accepts no
-        other dtype or that rounds to 16 bits itself."""
+        """As `_can_try`, in fp32 if `precise`, and otherwise in the 16-bit dtypes of the trace. Some glue accepts no
+        other dtype, or rounds to 16 bits itself."""
         try:
             self.samples = self._samples(source)
             self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
@@ -270,7 +270,7 @@ class _Search:
         if UNLABELLED in observed:
             tried[UNLABELLED] = None
         on_cpu, dtype = self.batch.device.type == "cpu", self.batch.tensors[path].dtype
-        marks = [mark for mark in tried if int(torch.tensor(mark).to(dtype)) == mark]  # not every dtype can represent each mark
+        marks = [mark for mark in tried if int(torch.tensor(mark).to(dtype)) == mark]  # marks that the dtype can hold
         return [ignore for ignore in marks if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
@@ -304,7 +304,7 @@ class _Search:
         return all(each is None or not math.isfinite(each.whole.value) or rule.holds(each) for each in trials)
 
     def _marks(self) -> list[tuple[str, float]]:
-        """Pairs of a leaf that the loss reads (its path) and a value that may mark a missing entry in this leaf, or
+        """Pairs (path, value): the path of a leaf that the loss reads, and a value that may mark a missing entry, or
         0."""
         samples = self.samples
         labels = [(path, mark) for path in samples.integers if path in self.read for mark in (*self._ignored(path), 0)]

@@ -32,7 +32,7 @@ class Sizes:
 
     @property
     def larger(self) -> Self:
-        """These sizes with `rows` and `part` rounded up to the next power of two (`part` at most to `rows - 1`)."""
+        """These sizes with `rows` and `part` rounded up to the next power of two (`part` is at most `rows - 1`)."""
         rows = power(self.rows)
         return replace(self, rows=rows, part=min(power(self.part), rows - 1))
 

@@ -1,4 +1,4 @@
-"""Loss trial: a model's loss on a few samples and on two parts of them, with random values in all inputs of the loss.
+"""Loss trial: measures a model's loss on a few samples and on two parts of them, with random values in all inputs.
 
 Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit rules that do
 not hold for the next batch. So integers are drawn from the batch's values and the values between them, and masks,
@@ -52,8 +52,8 @@ class FewSamples:
     `read` contains the paths of the leaves that the loss reads, and `consulted` the paths of the leaves on whose values
     Python branches. Integers are drawn from the batch's values and, if the batch has few values, the values between
     them. Masks remain masks. Other floating-point values are moved, or drawn from the batch's values and from possible
-    marks of missing values. If the loss `is_known` (one of transformers' own), floating-point values are only scaled.
-    Complex values are always scaled.
+    marks of missing values. If the loss `is_known` (one of transformers' own), these values are only scaled. Complex
+    values are always scaled.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ def without_valid(batch: Batch, path: str, ignore: float, at: int) -> Batch:
 
 
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
-    """The values from which an integer leaf is drawn. If the leaf's largest class is below SPAN, these are its negative
-    values, its mark, and all values from 0 to the largest class (at least 1), except `special` tokens that the leaf
-    does not contain. Otherwise, these are the leaf's own values, with `special` tokens and the largest class repeated,
-    since a loss may omit these values or weight them differently."""
+    """The values from which an integer leaf is drawn. If the leaf's largest class is below SPAN, the values are the
+    leaf's negative values, the leaf's mark, and all values from 0 to the largest class (at least 1), except `special`
+    tokens that the leaf does not contain. Otherwise, the values are the leaf's own, with `special` tokens and the
+    largest class repeated, since a loss may omit these values or weight them differently."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
     classes = pool[:-1] if is_marked(pool) else pool
@@ -228,8 +228,8 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """The `value` of a loss or, from a criterion that returns (sum, count), the sum (`value`) and the count
-    (`denominator`). `slopes` contains the gradients, if requested."""
+    """A measured loss (`value`). If the criterion returns (sum, count), `value` is the sum and `denominator` is the
+    count. `slopes` contains the gradients, if requested."""
 
     value: float
     denominator: float | None
@@ -360,8 +360,8 @@ class LossTrial:
     """Measures a model's loss on all samples and on two parts of them.
 
     The unit results on which the loss depends are random, and all other unit results are zeros. Side outputs of units
-    are random only with `side_outputs`. The two parts reuse the unit results and glue's random numbers of the run on
-    all samples. A unit that itself returns a loss is run, with random weights if another stage holds the unit. If the
+    are random only with `side_outputs`. The two parts reuse the unit results and glue's random numbers from the run on
+    all samples. A unit that itself returns a loss runs, with random weights if another stage holds the unit. If the
     trial is `precise`, fp32 replaces 16-bit dtypes, which would hide an error of 1 %.
     """
 
@@ -403,7 +403,7 @@ class LossTrial:
     def measure(
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> Losses | None:
-        """Measure the loss of `batch` (the samples with random values), of its first `at` samples, and of its other
+        """Measure the loss of `batch` (the samples with random values), of its first `at` samples, and of the remaining
         samples. Returns None if one of the three measurements has no loss, or if the model or the criterion fails. With
         `fit`, unit results of the first `at` samples are moved by at most `abs(fit)`, to reduce these samples' loss or,
         if `fit` is negative, to increase it. With `sloping`, the losses have gradients with respect to all random unit
