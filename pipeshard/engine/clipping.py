@@ -1,8 +1,8 @@
 """Clipping: computes the gradient norm of the full model, unscales the gradients, and clips them by this norm.
 
 On a stage, torch.nn.utils.clip_grad_norm_ would clip by the norm of this stage's gradients only. ModelGradients
-computes the norm of the gradients on all ranks. Each parameter counts once, even if several ranks hold the parameter.
-The first optimizer that steps computes the norm for all optimizers of the model.
+computes the norm of the gradients on all ranks. Each parameter counts once, even if several ranks hold it. The first
+optimizer that steps computes the norm for all optimizers of the model.
 """
 
 import logging
@@ -35,7 +35,7 @@ logger = logging.getLogger("pipeshard")
 
 
 class ModelGradients:
-    """This rank's gradients of all parameters of a model. Several optimizers may train the parameters.
+    """The gradients of all of a model's parameters on this rank, even if several optimizers train the parameters.
 
     The gradients are multiplied by the loss scale until `clip`, `unscale` or the first optimizer's step removes this
     factor. The first optimizer's step also clips the gradients if `max_norm > 0`, and decides whether all optimizers
@@ -169,8 +169,7 @@ class ModelGradients:
     def follow(self, adopts: bool, shares: bool = True) -> bool:
         """If the loop has written to a parameter or to its master weight, copy the write to the other tensor (see
         MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With ZeRO and
-        `shares=False`, copies nothing, and raises UsageError if the loop has written to tensors in an optimizer's
-        groups."""
+        `shares=False`, copies nothing, and raises UsageError if the loop has written through an optimizer's groups."""
         if shares or not self.copies.zero:
             return self.copies.follow(adopts)
         self.copies.refuse_unshared()
@@ -311,12 +310,12 @@ class ModelGradients:
             foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
-        """Raise UsageError on every rank if, on any rank, a parameter that no optimizer contains has a gradient:
-        whether the norm should include this gradient is ambiguous."""
+        """Raise UsageError on every rank if a parameter on any rank has a gradient but is in no optimizer: it is
+        ambiguous whether the norm should include this gradient."""
         if self._trains_all:
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
-        own = untrained, self.trained >= self.all  # differs if each rank trains only its own parameters
+        own = untrained, self.trained >= self.all  # differs between ranks if each trains only its own parameters
         told = gather_objects(own, self.grid.world)
         self._trains_all = all(trains_all for _, trains_all in told)
         if untrained := [name for names, _ in told for name in names]:

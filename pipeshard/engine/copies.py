@@ -27,8 +27,8 @@ UNSHARED = (
     "the loop has not written the same value to {name} on every replica, for example because it has written through "
     "optimizer.param_groups or a method of the optimizer: with zero_stage=1, optimizer.param_groups contains only the "
     "weights that this replica updates. model(...) would compute with different weights on each replica: write to "
-    "model.parameters() on every rank, or call booster.execute_pipeline(...), optimizer.train() or optimizer.eval(), "
-    "which send writes to the other replicas"
+    "model.parameters() on every rank, or use booster.execute_pipeline(...) instead of model(...): it sends writes to "
+    "the other replicas, as optimizer.train() and optimizer.eval() do"
 )
 DRIFTED = (
     "the data-parallel replicas of stage %d have different values of %s at step %d, so each replica trains a different "

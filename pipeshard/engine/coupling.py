@@ -1,4 +1,4 @@
-"""Coupling: detects that the training loop changes a parameter with a value computed from several parameters.
+"""Coupling: detects whether the training loop changes a parameter with a value computed from several parameters.
 
 Examples are a radius computed from the norm of all gradients, a projection, a quantile, or noise that one generator
 produces for several parameters in turn. With several stages, each rank computes such a value from the parameters of one
@@ -57,7 +57,7 @@ NO_LOOP_TAGS: frozenset[LoopTag] = frozenset()
 
 def eagerly() -> AbstractContextManager[Any]:
     """Context manager in which compiled functions run eagerly. Does nothing if torch's compiler has not been imported
-    (the import takes seconds): no function is compiled then."""
+    (the import takes seconds), since then no function is compiled."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -74,7 +74,7 @@ class Coupling:
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # parameters that Python has read; whether it missed some
+        self._read, self._has_read = set[str](), False  # parameters that Python has read; whether some are missing
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), PythonReads(self)
@@ -178,8 +178,7 @@ class Coupling:
         return ""
 
     def _numbers(self) -> dict[float, set[str]]:
-        """Map each number that the loop used in a write after reading several parameters to the parameters written
-        to."""
+        """Map each tagged number (see Number) to the names of the parameters that were changed with it."""
         numbers: dict[float, set[str]] = {}
         for name, tensor in self._places():
             for tag in self._of([tensor]):
@@ -326,8 +325,8 @@ class Coupling:
         return NO_LOOP_TAGS.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
-        """The storage of `tensor`, and the index within this storage of the watched tensor that `tensor` is or
-        views."""
+        """Identify the watched tensor that `tensor` is or views by its storage, and by its position among the watched
+        tensors in this storage."""
         storage = storage_of(tensor)
         starts = self._starts.get(storage, ())
         return storage, bisect(starts, tensor.storage_offset()) if len(starts) > 1 else 0

@@ -52,8 +52,8 @@ class BatchSplitter:
         return self._of_microbatches[1]
 
     def all(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
-        """The microbatches of each batch. With `train`, the slices of each microbatch follow if microbatches are
-        sliced."""
+        """The microbatches of each batch. With `train`, the list also contains the slices of each microbatch, if
+        microbatches are sliced."""
         microbatches = self.microbatches(batches)
         return microbatches + self.slices(microbatches) if train else microbatches
 

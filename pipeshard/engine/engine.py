@@ -105,8 +105,8 @@ class Pipeline:
     time.
 
     `costs(partition, flow, sample)` returns the cost of each unit call. Pipeline calls `costs` only with
-    `partition="profile"`. If `config` is the result of a schedule search, `asked` is the config that the user passed.
-    Pipeline calls `trace` with the arguments of `traced`.
+    `partition="profile"` or `"profile:PATH"`. If `config` is the result of a schedule search, `asked` is the config
+    that the user passed. `trace` takes the same arguments as `traced`.
     """
 
     def __init__(

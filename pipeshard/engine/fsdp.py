@@ -74,7 +74,7 @@ class ShardedUnits:
     ) -> None:
         options: Any = {"mesh": mesh, "reshard_after_forward": False}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-        self.groups: dict[Any, frozenset[int]] = {}  # maps the module with a group's FSDP state to its stages
+        self.groups: dict[Any, frozenset[int]] = {}  # by module with a group's FSDP state: the group's stages
         self.casts = dtype is not None
         for names in _sharing(units):
             modules = [units[name] for name in names]

@@ -33,7 +33,7 @@ class Bucket:
     replicas, tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one
     flat tensor. A bucket of a `tie` or of FSDP shards is reduced at the end of a step. Any other bucket is reduced when
     the `stages` of this rank that use the parameters have finished. If `copies` ranks compute the same gradient, only
-    one of these ranks `contributes` its gradient, and all of these ranks receive this gradient."""
+    one of them `contributes` its gradient, which all of them receive."""
 
     def __init__(
         self,

@@ -30,16 +30,15 @@ def options_per_parameter(optim: Optimizer) -> set[str]:
 
 
 def is_compared(key: str, group: Mapping[str, Any]) -> bool:
-    """Whether an option of a group must be the same on all ranks. `lr` is not compared if the optimizer is
-    Adafactor(relative_step=True), which ignores `lr`: AdafactorSchedule writes the learning rate of the group's first
-    parameter to `lr`."""
+    """Whether an option of a group must be the same on all ranks. Adafactor(relative_step=True) ignores `lr`, to which
+    AdafactorSchedule writes the learning rate of the group's first parameter, so this `lr` is not compared."""
     return key not in UNCOMPARED and not (key == "lr" and group.get("relative_step"))
 
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
-    parameters. If a new parameter replaces several old parameters, the new parameter stays only in the first group that
-    contains it."""
+    parameters. If a new parameter replaces several old parameters, it stays only in the first group that contains
+    it."""
     seen: set[nn.Parameter] = set()
     for group in optim.param_groups if became else ():
         group["params"][:] = now = [became.get(parameter, parameter) for parameter in group["params"]]

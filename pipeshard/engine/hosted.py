@@ -50,7 +50,7 @@ class HostParameter(nn.Parameter):
         return {k: v for k, v in state.items() if k != "pipeshard_weight"} if isinstance(state, dict) else state
 
     def _check(self, is_set: bool = False) -> None:
-        reference = vars(self).get("pipeshard_weight")  # a copy of this parameter has no weight
+        reference = vars(self).get("pipeshard_weight")  # missing in a copy of this parameter
         weight = None if reference is None else reference()
         if weight is not None and not weight.is_updating and (is_set or weight.parameter.grad is not None):
             raise UsageError(
@@ -76,8 +76,8 @@ class HostedWeight(MasterWeight):
     """
 
     is_updating = False
-    _given: Mark = None  # the device's gradient that was copied
-    _taken: Mark = None  # the host's copy of this gradient
+    _given: Mark = None  # the gradient on the device that was copied
+    _taken: Mark = None  # the copy of this gradient on the host
 
     @property
     def is_double(self) -> bool:

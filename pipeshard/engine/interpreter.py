@@ -25,9 +25,8 @@ MAX_PENDING_SENDS = 4  # for a P2P that does not report completion
 
 
 class Interpreter:
-    """Runs actions in order. Waits for a receive when a later action needs the received tensors, and for sends at the
-    end of the run. If the P2P does not report whether sends have completed, at most `MAX_PENDING_SENDS` sends are
-    pending.
+    """Runs actions in order. Waits for a receive when an action needs its tensors, and for sends at the end of the run.
+    If the P2P does not report whether sends have completed, at most `MAX_PENDING_SENDS` sends are pending.
 
     `placement[s]` is the rank of stage s. `timeline` contains the times of the last run. Under torch.profiler, each
     action appears as a range named after the action, such as `F3@1`.

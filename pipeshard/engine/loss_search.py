@@ -1,4 +1,4 @@
-"""Loss search: finds the rule that a model's loss follows, and proves this rule by trials.
+"""Loss search: finds the rule that a model's loss follows, and proves it by trials.
 
 The model's own loss code runs on a few samples and on parts of them, with random values. A rule is accepted only if it
 holds in every trial with finite losses. A loss that follows no rule is rejected.
@@ -228,7 +228,7 @@ class _Search:
         integers, floats = self.samples.integers, self.samples.floats
         labels = self._labels()
         for path in labels:
-            masks = (True, False) if self._reads_mask_of(path) else (False,)  # masked first: both hold if no mask is 0
+            masks = (True, False) if self._reads_mask_of(path) else (False,)  # masked first: a mask without 0 fits both
             for ignore, masked in itertools.product(self._ignored(path), masks):
                 yield from (LossRule(path, shift, ignore, masked) for shift in (0, 1))
         yield from (LossRule(), SUM)
@@ -258,8 +258,8 @@ class _Search:
         return path != MASK and MASK in self.read and mask is not None and mask.shape == labels.shape
 
     def _ignored(self, path: str) -> list[int]:
-        """The labels that may mean "no label". GPU kernels abort if a label is out of range. So on a GPU, a criterion
-        is tried only with negative labels that the batch contains."""
+        """The labels that may mean "no label". GPU kernels abort if a label is out of range. So on a GPU, negative
+        labels are tried with a criterion only if the batch contains them."""
         observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
@@ -288,9 +288,9 @@ class _Search:
     def _holds_without_valid(self, rule: LossRule) -> bool:
         """Whether a rule also holds if the second part, or only the last sample, has no valid entry. A rule that counts
         entries gives such samples no weight, but a focal loss divided by the number of objects also sums over the
-        background. A rule that counts samples gives such samples full weight, but a loss may omit them. So a rule that
-        counts samples is tried with each mark in the ranges of the batch's values, since later batches in these ranges
-        are not tried."""
+        background. A rule that counts samples gives such samples full weight, but a loss may omit them. So such a
+        rule is tried with each mark in the ranges of the batch's values, since later batches in these ranges are not
+        tried."""
         if self.sizes is None or rule.counted:
             return True
         if rule.path is not None:

@@ -22,7 +22,7 @@ from pipeshard.graph.writes import Noted, count_reads
 from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
-MOST_IN_BATCH = 64  # tensors of a batch with more elements are not compared
+MOST_IN_BATCH = 64  # larger tensors in a batch are not compared
 LIBRARIES_OF_LAYERS = {"torch", "transformers"}
 MODULE_OF_LOSSES = nn.CrossEntropyLoss.__module__  # losses in this module may have class weights
 COMPARED_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -1,4 +1,4 @@
-"""Loss trial: measures a model's loss on a few samples and on two parts of them, with random values in all inputs.
+"""Loss trial: measures a model's loss on a few samples and two parts of them, with random inputs to the loss.
 
 Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit rules that do
 not hold for the next batch. So integers are drawn from the batch's values and the values between them, and masks,
@@ -50,7 +50,7 @@ class FewSamples:
     replaces their values with random values.
 
     `read` contains the paths of the leaves that the loss reads, and `consulted` the paths of the leaves on whose values
-    Python branches. Integers are drawn from the batch's values and, if the batch has few values, the values between
+    Python branches. Integers are drawn from the batch's values and, if a leaf has few values, the values between
     them. Masks remain masks. Other floating-point values are moved, or drawn from the batch's values and from possible
     marks of missing values. If the loss `is_known` (one of transformers' own), these values are only scaled. Complex
     values are always scaled.
@@ -361,8 +361,8 @@ class LossTrial:
 
     The unit results on which the loss depends are random, and all other unit results are zeros. Side outputs of units
     are random only with `side_outputs`. The two parts reuse the unit results and glue's random numbers from the run on
-    all samples. A unit that itself returns a loss runs, with random weights if another stage holds the unit. If the
-    trial is `precise`, fp32 replaces 16-bit dtypes, which would hide an error of 1 %.
+    all samples. If a unit itself returns a loss, this unit also runs, with random weights if another stage holds it. If
+    the trial is `precise`, fp32 replaces 16-bit dtypes, which would hide an error of 1 %.
     """
 
     def __init__(
