@@ -461,7 +461,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (CheckpointError, "it is not a complete, intact PipelineTrainer checkpoint", {"resume": "nowhere"}, {}),
     (
         UsageError,
-        "copies or other values of input_ids, but the pipeline runs the model on the batch",
+        "copies or other values of input_ids to the model, but the pipeline runs the model on the batch",
         {"kind": Other},
         {},
     ),

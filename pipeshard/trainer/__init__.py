@@ -1,4 +1,4 @@
-"""Trainer: transformers' Trainer, and any subclass of it, with a model that is trained in a pipeline."""
+"""Trainer: train a model in a pipeline with transformers' Trainer or any subclass of it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,8 @@ __all__ = ["PipelinePlugin", "PipelineTrainer", "pipelined"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import transformers' Trainer only on first use, since the import takes a second. Planning a recipe does not
-    require it, but imports other modules of this package."""
+    """Import transformers' Trainer only on first use, since the import takes a second. Planning a recipe imports other
+    modules of this package, but does not use transformers' Trainer."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("pipeshard.trainer.trainer"), name)

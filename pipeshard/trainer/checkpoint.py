@@ -1,4 +1,4 @@
-"""Checkpoint: a pipeline's part of a Trainer's checkpoint-N folder, which any number of stages and replicas can load.
+"""Checkpoint: save a Trainer's checkpoint-N folder, and load it with any number of stages and replicas.
 
 checkpoint-7/config.json, model*.safetensors    a Hugging Face folder (for adapters, a peft folder)
 checkpoint-7/pipeline/                          the optimizer, the LR schedule, random states: written by this module
@@ -50,8 +50,8 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 @together_in("trainer.save_model")
 def save_weights(model: PipelineModel, folder: Path) -> Stamps:
-    """Save the model, or its adapters, to a folder that `from_pretrained` loads. Call it on all ranks. Returns, on the
-    first rank, the `stamps` of the files that were in the folder before (on other ranks, {})."""
+    """Save the model, or its adapters, to a folder that `from_pretrained` loads. Call it on all ranks. Returns the
+    `stamps` of the files that were in the folder before the save, or {} on ranks other than the first."""
     grid = model.pipeline.grid
     refuse_unwrapped_adapters(model.unwrap())
     if is_adapted := is_of_peft(model.unwrap(), "PeftModel"):
@@ -60,12 +60,12 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
     made = folder / ".adapter"  # the folder itself may hold checkpoints
     with together(grid.world):
         if grid.first:
-            if CHECKPOINT_NAME.fullmatch(folder.name):  # before the first write: it may be another job's checkpoint
+            if CHECKPOINT_NAME.fullmatch(folder.name):  # before the first write, since another job may own the folder
                 lock(folder.parent, model)
             folder.mkdir(parents=True, exist_ok=True)
             remove(made)  # left by a save that was killed
             before = stamps(folder)
-            if (folder / FOLDER / REST).is_file():  # a checkpoint: its manifest would not match the new files
+            if (folder / FOLDER / REST).is_file():  # a checkpoint, whose manifest would not match the new files
                 (folder / MANIFEST).unlink(missing_ok=True)
     if not is_adapted:
         refuse_packed(model.unwrap())
@@ -140,7 +140,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
             set_random_state(before)
     with together(grid.world):
         if grid.first:
-            for path in folder.glob(RANDOM):  # not used, and possibly partial: no rank waits for its write
+            for path in folder.glob(RANDOM):  # unused, and possibly partial, since no rank waits for the write
                 if not zipfile.is_zipfile(path):
                     path.unlink()
     return random
@@ -170,8 +170,8 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
 @together_in("trainer.train")
 def lock_folder(folder: Path, owner: Any, grid: Grid) -> None:
     """Lock the folder of the checkpoints until `owner` is freed. Raises UsageError, on every rank, if the ranks would
-    save to different folders, and CheckpointError if another job saves to this folder. On NFS, waits for `LEASE`
-    seconds first: the job may restart after a machine was lost."""
+    save to different folders, and CheckpointError if another job saves to this folder. On NFS, first waits up to
+    `LEASE` seconds for the lock, since a lost machine may still hold it."""
     refuse_differing_folders("output_dir", folder, grid.world)
     with together(grid.world):
         if grid.first:
@@ -200,8 +200,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
-    """The path of the newest complete, intact checkpoint in `folder`. Newer checkpoints, which are incomplete
-    or damaged, are skipped with a warning. Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
+    """The path of the newest complete, intact checkpoint in `folder`. Skips newer checkpoints that are incomplete
+    or damaged, with a warning. Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
     flaws = of_first(lambda: {step: flaw_of(path) for step, path in _checkpoints(folder).items()}, group)
     for step in sorted(flaws, reverse=True):
         path = folder / f"checkpoint-{step}"

@@ -1,4 +1,4 @@
-"""Evaluation: the methods of a Trainer that are overridden to evaluate, predict and generate on stages."""
+"""Evaluation: overrides the methods of a Trainer that evaluate, predict and generate, to run on stages."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, StagesSta
 
 
 class Evaluation(Trainer):
-    """Evaluates all data on every replica."""
+    """A Trainer that evaluates with stages, and evaluates all data on every replica."""
 
     pipeline: PipelinePlugin
     accelerator: PipelineAccelerator
     share_generators: Callable[[Any], None]
     _own_stages: Callable[[], StagesStandIn]
     _stages: StagesStandIn | None = None
-    _loader: Any = None  # for the trace: the latest dataloader of training, or the first that was evaluated
+    _loader: Any = None  # provides the trace's sample: the latest training dataloader, or the first evaluated one
     _latest_loader: Any = None  # the latest dataloader that accelerator.prepare has returned
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -84,8 +84,8 @@ class Evaluation(Trainer):
         return replaced(self, compute_loss=together)
 
     def _counted(self) -> AbstractContextManager[None]:
-        """Context manager in which `_count_last` is called before each prediction_step, including one that the user's
-        class overrides."""
+        """Context manager that calls `_count_last` before each prediction_step, even if the user's class overrides
+        prediction_step."""
         predict: Callable[..., Any] = self.prediction_step
 
         def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ class Evaluation(Trainer):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
 
     def is_foreign(self, model: Any) -> bool:
-        """Whether `model` is not the Trainer's own model. It may be an average of its weights, or a teacher."""
+        """Whether `model` is a model other than the Trainer's own, such as an average of its weights, or a teacher."""
         stages = self._own_stages()
         own = stages, stages.boosted, stages.module, self.model
         return isinstance(model, nn.Module | StagesStandIn) and all(model is not one for one in own)
@@ -111,10 +111,10 @@ class Evaluation(Trainer):
     def _agreed(
         self, evaluated: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
     ) -> Any:
-        """Replace the numbers in every rank's metrics with those of rank 0, then call the on_evaluate callbacks.
+        """Replace the numbers in every rank's metrics with rank 0's numbers, then call the on_evaluate callbacks.
 
-        Each rank uses these numbers to decide when to stop and save, and which checkpoint is the best. But the user's
-        class may compute some of them on the main process only, and times differ between ranks.
+        Each rank uses these numbers to decide when to stop and save, and which checkpoint is the best. The numbers may
+        differ between ranks: the user's class may compute some on the main process only, and times always differ.
         """
         if (world := self.pipeline.grid.world).size() > 1:
             found = denumpify_detensorize(metrics)
@@ -153,7 +153,7 @@ class Evaluation(Trainer):
         loader.remainder = rows if rows < self.args.eval_batch_size else 0
 
     def generate(self, **inputs: Any) -> Tensor:
-        """Generate tokens with all stages. The arguments are those of the model's `generate`. Call it on every rank."""
+        """Generate tokens with all stages. Takes the arguments of the model's `generate`. Call it on every rank."""
         with self._generated_together():
             generate: Any = self._own_stages().eval().module.generate
             tokens: Tensor = generate(**inputs)

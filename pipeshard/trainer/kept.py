@@ -1,8 +1,8 @@
-"""Kept: the Python state of a Trainer and its callbacks, compared, restored, and sent to other ranks.
+"""Kept: compare the Python state of a Trainer and its callbacks, restore it, and send changes to other ranks.
 
-compute_loss runs on the last stage, and may change the Trainer's state. As for a model's code, the changes are found by
-comparison: the state that is reachable from the Trainer is recorded before the call and compared after the call.
-Changes are sent in the form of trainer/serialization.py.
+compute_loss runs on the last stage, and may change the Trainer's state. KeptState finds the changes by comparison, as
+Snapshot does for a model's code: it records the state that is reachable from the Trainer before the call, and compares
+this state after the call. trainer/serialization.py pickles the changes.
 """
 
 import io
@@ -43,7 +43,7 @@ from pipeshard.trainer.serialization import (
     sending,
 )
 
-# Attributes of a Trainer that compute_loss reads, but in which it keeps no state.
+# Attributes of a Trainer that KeptState skips: compute_loss may read them, but keeps no state in them.
 NOT_KEPT = frozenset(
     {"model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset"}
     | {"accelerator", "processing_class", "data_collator", "pipeline", "_stages", "_objective", "_loader", "_held"}
@@ -67,7 +67,7 @@ class KeptState(Snapshot):
         self.trainer, self.copies = trainer, copies
         self.roots = _roots(trainer)
         self.marks: list[Any] = []  # one per tensor
-        self.arrays: list[tuple[PlacePath, np.ndarray[Any, Any], int]] = []  # large arrays, with their sums
+        self.arrays: list[tuple[PlacePath, np.ndarray[Any, Any], int]] = []  # large arrays, with checksums
         self.files: list[tuple[PlacePath, Any, int]] = []
         self._of_threads = _changed_by_threads(trainer)
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
@@ -111,7 +111,7 @@ class KeptState(Snapshot):
             else:
                 lost.append(change)
         for path, _, _, value, _ in lost:
-            # an array may have been restored with a small view of it
+            # restoring a small view of an array may have restored the array
             if isinstance(value, Tensor) or _code(value) != sums[id(value)]:
                 raise self._refused(path, value)
 
@@ -158,8 +158,8 @@ class KeptState(Snapshot):
     # changes sent to other ranks
 
     def told(self, value: Any) -> Pickled:
-        """The changes, and a value that compute_loss has returned or logged, for `adopt`. Raises UsageError for what
-        cannot be sent."""
+        """Pickle the changes, and a value that compute_loss has returned or logged, for `adopt`. Raises UsageError if
+        a change or the value cannot be sent."""
         tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
         writer = ValueWriter({**self.paths, **self._apart, **tensors}, self.roots)
         changes = list(self.changes())
@@ -175,15 +175,15 @@ class KeptState(Snapshot):
 
     @staticmethod
     def adopt(trainer: Any, told: Pickled, device: torch.device) -> Any:
-        """Apply the changes that another rank has `told`, and return the other rank's value."""
+        """Apply the changes in `told`, which another rank has pickled, and return that rank's value."""
         reader = ValueReader(told, _roots(trainer), device)
-        changes = [reader.load() for _ in range(reader.load())]  # finds all places before the first change
+        changes = [reader.load() for _ in range(reader.load())]  # resolves all paths before the first change
         value = reader.load()
         for how, holder, key, now in changes:
             if how == "write":
                 _write(holder, now)
             elif how == "added":
-                holder[key:] = now  # in evaluation, this rank has already appended its own
+                holder[key:] = now  # in evaluation, replaces the entries that this rank has appended
             elif how == "content":
                 put_content(holder, now)
             else:
@@ -219,8 +219,8 @@ def _changed_by_threads(trainer: Any) -> set[int]:
     """The ids of the objects that running threads may change.
 
     A callback, such as a monitor, is included if the callback or an object in its attributes is a thread, has a method
-    that is the target of a thread, or is an argument of a target. An attribute of the Trainer is included if it is a
-    thread or has such a method, as transformers' memory tracker does.
+    that is the target of a thread, or is an argument of a target. The value of a Trainer's attribute is included if it
+    is a thread or has such a method, as transformers' memory tracker does.
     """
     running = [(thread, getattr(thread, "_target", None)) for thread in threading.enumerate()]
     running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]
@@ -233,7 +233,7 @@ def _changed_by_threads(trainer: Any) -> set[int]:
 
 
 def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> bool:
-    """Whether the value, unless it is the Trainer, or an object in its attributes up to this depth has such an id."""
+    """Whether the value, or an object in its attributes up to `depth`, has one of `ids`. The Trainer is skipped."""
     if id(value) in ids:
         return value is not trainer
     if not depth or value is trainer or isinstance(value, nn.Module) or not is_object(value) or is_apart(value):

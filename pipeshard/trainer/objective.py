@@ -1,13 +1,14 @@
-"""Objective: a Trainer's own compute_loss as a criterion of the pipeline.
+"""Objective: a Trainer's own compute_loss as the criterion of the pipeline.
 
-Before a step, compute_loss is called on every rank to record the inputs that it passes to the model. In the step, the
-last stage calls compute_loss as the pipeline's criterion, with a placeholder for the model that returns the pipeline's
-outputs. Other effects of compute_loss (such as metrics) are then sent to the other ranks. In a trace or a trial, only
-the loss is used, and other effects are discarded.
+Before a step, every rank calls compute_loss to record the inputs that compute_loss passes to the model. In the step,
+the last stage calls compute_loss as the pipeline's criterion, with a placeholder for the model that returns the
+pipeline's outputs. The last stage then sends other effects of compute_loss (such as metrics) to the other ranks. A
+trace or a trial uses only the loss, and discards other effects.
 
 The loss of TRL's DPOTrainer includes a run of a second model, the reference, but a pipeline runs one model in a step.
-The reference's log-probabilities are therefore computed before the step (by the reference's own stages, or by the
-model's stages without adapters) and added to the batch. compute_loss then runs with precompute_ref_logps=True.
+Preferences therefore computes the reference's log-probabilities before the step (with the reference's own stages, or
+with the model's stages without adapters) and adds them to the batch. compute_loss then runs with
+precompute_ref_logps=True.
 """
 
 import copy
@@ -69,8 +70,8 @@ class Called(Exception):
 
 
 class Resized(TraceError):
-    """compute_loss called the model with inputs whose sizes differ from the batch's. This may happen in a trace, since
-    a trace varies each size separately."""
+    """Raised if compute_loss calls the model with inputs whose sizes differ from the batch's. This may happen in a
+    trace, since a trace varies each size separately."""
 
 
 @dataclass
@@ -146,8 +147,8 @@ class Objective:
         """Call compute_loss until it calls the model. Returns the inputs of this call, and the rest of the batch under
         names with the prefix FOR_CRITERION.
 
-        compute_loss receives copies of the tensors, since the step calls it again with the batch. If it has written to
-        a tensor that the model receives, the result contains the original and the modified tensor.
+        compute_loss receives copies of the tensors, since the step calls it again with the batch. If compute_loss has
+        written to a tensor that the model receives, the result contains both the original and the modified tensor.
         """
         trainer, before = self.trainer, random_state()
         if self._kept is None or any(self._kept.changes()):
@@ -181,7 +182,7 @@ class Objective:
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss in a trace or a trial, without other effects of compute_loss.
+        """Return the loss in a trace or a trial, and undo other effects of compute_loss.
 
         If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes may
         pass tensors with inconsistent sizes. The sum of the outputs that the loss depends on then replaces the loss.
@@ -207,9 +208,9 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether no size is more than 1 below the corresponding size in the last consistent inputs, as in a trace that
-        varies the sizes of these inputs. False for a trace that starts with shorter inputs, since the lengths of
-        shorter inputs may match by coincidence."""
+        """Whether each size is at least the corresponding size of the last consistent inputs minus 1, as in a trace
+        that varies the sizes of these inputs. False in a trace that starts with shorter inputs, since their lengths may
+        match by coincidence."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False
@@ -217,7 +218,7 @@ class Objective:
         return all(size >= before - 1 for size, before in pairs)
 
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss in a step, on the last stage, with all other effects of compute_loss.
+        """Return the loss in a step, on the last stage, and keep all other effects of compute_loss.
 
         compute_loss uses the same random numbers as in one process. If it raises UsageError, every rank raises
         UsageError at the end of the step.
@@ -248,8 +249,8 @@ class Objective:
             set_random_state(before)
 
     def _share(self, pipeline: Pipeline) -> None:
-        """Send to all ranks the changes that compute_loss has made on the last stage, and report its logs on all ranks.
-        A UsageError of compute_loss, or for a change that cannot be sent, is raised on every rank."""
+        """Send the changes that compute_loss has made on the last stage to all ranks, and report its logs on all ranks.
+        Every rank raises UsageError if compute_loss has raised one, or if a change cannot be sent."""
         kept, self._kept = self._kept, None
         assert kept is not None  # each batch of the window has recorded the state
         random = None if is_equal(self._random, random_state()) else self._random
@@ -281,7 +282,7 @@ class Objective:
 def of_last_stage(
     trainer: ComputesLoss, pipeline: Pipeline, kept: KeptState, value: Any, failure: Exception | None, text: str = "{}"
 ) -> Any:
-    """Make the last stage's changes since `kept` on all ranks, and return the last stage's `value`. Raises UsageError
+    """Apply the last stage's changes since `kept` on all ranks, and return the last stage's `value`. Raises UsageError
     with this `text`, on every rank, if a last stage has a `failure` or cannot send its changes or value."""
     is_last, told = dist.get_rank() == pipeline.last_rank, None
     try:
@@ -334,9 +335,9 @@ class Answer(Asking):
     """A placeholder for the model that can be called once, with the batch, and returns the pipeline's outputs for this
     batch.
 
-    Inputs that compute_loss has `added` to the batch are compared with the inputs of the earlier call of compute_loss.
-    In a trace or a trial, only sizes are compared: a trace that compared values would depend on them, and would have to
-    be repeated for each batch.
+    The call compares the inputs that compute_loss has `added` to the batch with the inputs of the earlier call of
+    compute_loss. In a trace or a trial, it compares only sizes: a trace that compared values would depend on the
+    values, and would have to be repeated for each batch.
     """
 
     def __init__(
@@ -356,7 +357,7 @@ class Answer(Asking):
         own = self.inputs.keys() & inputs.keys()
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
-                f"compute_loss passes to the model copies or other values of {', '.join(sorted(other))}, but the "
+                f"compute_loss passes copies or other values of {', '.join(sorted(other))} to the model, but the "
                 "pipeline runs the model on the batch: pass the tensors of the batch itself, and change values in the "
                 "data collator instead"
             )
@@ -409,7 +410,7 @@ CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  
 
 
 class Preferences:
-    """Mixin for a DPOTrainer. Uses the trainer's public names `precompute_ref_logps`, `ref_model` and
+    """Mixin for a DPOTrainer. Uses the trainer's public attributes `precompute_ref_logps`, `ref_model` and
     `compute_ref_log_probs`."""
 
     pipeline: PipelinePlugin

@@ -128,8 +128,8 @@ RELOAD = (
 
 
 def refuse_split(model: nn.Module, name: str) -> None:
-    """Raise ConfigurationError for a model that booster.boost, or a Trainer of a model with the same parameters, has
-    split: this rank holds only a part."""
+    """Raise ConfigurationError if booster.boost, or a Trainer of a model with the same parameters, has already split
+    the model, so that this rank holds only a part of it."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} got an instance of {type(model).__name__} whose parameters booster.boost, or a Trainer of a model "
@@ -142,7 +142,7 @@ def refuse_other_arguments(config: PipelineConfig, other: PipelineConfig, name: 
     if (argument := differing(config, other)) is not None:
         raise ConfigurationError(
             f"another Trainer has split this model with {argument}={getattr(config, argument)!r}, but {name} needs "
-            f"{argument}={getattr(other, argument)!r}: give both the same arguments of PipelinePlugin and the same "
+            f"{argument}={getattr(other, argument)!r}: pass both the same PipelinePlugin arguments, and the same "
             "bf16, fp16 and torch_compile (num_microbatches is divided by gradient_accumulation_steps), or "
             f"{RELOAD}"
         )
@@ -231,8 +231,9 @@ def refuse_callback(callback: Any, name: str, config: PipelineConfig) -> None:
 
 
 def cut_arguments(config: PipelineConfig, window: int) -> dict[str, int | None]:
-    """Return the PipelinePlugin arguments that split each of the `window` batches of a window. The num_microbatches of
-    `config` is the total of all batches. Raises ConfigurationError if it is not a multiple of `window`."""
+    """Return the PipelinePlugin arguments that split one batch of a gradient accumulation window into microbatches. A
+    window has `window` batches, and `config.num_microbatches` is their total number of microbatches. Raises
+    ConfigurationError if this total is not a multiple of `window`."""
     if config.microbatch_size is not None:
         return {"microbatch_size": config.microbatch_size, "num_microbatches": None}
     if config.is_ragged:

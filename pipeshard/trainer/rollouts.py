@@ -1,4 +1,4 @@
-"""Rollouts: a Trainer that generates the completions that it trains on, as TRL's GRPOTrainer and RLOOTrainer do.
+"""Rollouts: Trainers that generate the completions on which they train, such as TRL's GRPOTrainer and RLOOTrainer.
 
 TRL's own code generates, scores and buffers completions on every rank. This module makes four changes: TRL calls the
 stages of all ranks instead of a model, gathers from replicas instead of processes, computes the size of a generation
@@ -28,7 +28,7 @@ logger = logging.getLogger("pipeshard")
 
 # Functions of accelerate.utils that gather from all processes, and the methods that gather from replicas instead.
 GATHERS = {"gather": "gather", "gather_object": "gather_entries"}
-# By attribute: arguments of these Trainers with functions that every rank would call.
+# By attribute: arguments of these Trainers that contain functions, which every rank would call.
 CALLED = {"rollout_func": "rollout_func", "tools": "tools", "environment_factories": "environment_factory"}
 
 
@@ -112,7 +112,7 @@ class Rollouts:
         """Return None: the dataset contains prompts, but the model is called with completions."""
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """TRL's inputs for a batch of prompts: newly generated or buffered completions. Call it on all ranks."""
+        """Return TRL's inputs for a batch of prompts, with new or buffered completions. Call it on all ranks."""
         if any(has_images(sample) for sample in generation_batch):
             raise ConfigurationError(
                 f"{type(self).__name__} does not support images in prompts: its loss divides the batch's pixel values "
@@ -127,8 +127,8 @@ class Rollouts:
 
     @together_in("trainer.rewards")
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The rewards of all replicas' completions. A reward function may use random numbers or keep state, so only the
-        first rank of a replica calls it, and the replica's other ranks receive the results."""
+        """Return the rewards of all replicas' completions. A reward function may use random numbers or keep state, so
+        only the first rank of a replica calls it. The replica's other ranks receive the results."""
         rewards, failure = torch.empty(0), ""
         error: Exception | None = None
         if self._computes_rewards:

@@ -1,7 +1,7 @@
-"""Serialization: values pickled for other ranks, with references to the objects that these ranks also have.
+"""Serialization: pickle values for other ranks, with references to objects that these ranks also have.
 
-Tensors are sent beside the pickle. Classes and functions are sent as names, which are looked up among the modules that
-a rank has imported.
+Tensors are sent beside the pickle. Classes and functions are sent as names, which the receiving rank looks up in the
+modules that it has imported.
 """
 
 import io
@@ -30,8 +30,8 @@ Pickled = tuple[bytes, list[tuple[Tensor, str, bool, bool]]]  # a pickle, and th
 
 
 class ValueWriter(pickle.Pickler):
-    """Pickles values for a ValueReader. `known` contains the paths, by id, of objects that other ranks also have. The
-    paths begin at one of `roots`."""
+    """Pickles values for a ValueReader. `known` maps the ids of objects that other ranks also have to their paths. Each
+    path begins at one of `roots`."""
 
     def __init__(self, known: Mapping[int, PlacePath], roots: Mapping[str, Any]) -> None:
         self.known, self.roots = known, roots
@@ -94,8 +94,8 @@ class ValueReader(pickle.Unpickler):
             ) from error
 
     def persistent_load(self, said: PlacePath | int) -> Any:
-        """This rank's object at a path, or the tensor of a number. Raises UsageError if this rank has no such
-        object."""
+        """This rank's object at a path, or the tensor with this number. Raises UsageError if this rank has no object at
+        the path."""
         if isinstance(said, int):
             return self.tensors[said]
         try:
@@ -113,7 +113,7 @@ def _placed(device: torch.device, tensor: Tensor, kind: str, requires_grad: bool
 
 
 def sending(where: str) -> AbstractContextManager[None]:
-    """Context manager that raises UsageError, which names the place `where`, if a value of this place cannot be
+    """Context manager that raises a UsageError naming the place `where` if the value at this place cannot be
     pickled."""
     return explained(
         lambda error: UsageError(

@@ -1,6 +1,6 @@
 """Stand-ins: objects that a Trainer uses as its model and its Accelerator, backed by stages and replicas.
 
-A Trainer trains a model on windows of batches, and calls the model on a batch to evaluate it. A Trainer assumes that
+A Trainer trains a model on windows of batches, and evaluates by calling the model on a batch. A Trainer assumes that
 every process reads different data and holds the full model. In a pipeline, the stages of a replica read the same data.
 The PipelineAccelerator therefore distributes data among replicas instead of processes, and gathers from replicas. It
 wraps no model, scales no loss, and clips by the norm of the full model.
@@ -59,7 +59,7 @@ class PipelineAccelerator(Accelerator):
     is_muted: bool  # whether gathers return a placeholder instead of communicating
     is_last_call: bool  # whether this is the last call of compute_loss in a step
     gathers: int = 0  # the number of calls that gather from other replicas, including muted calls
-    uneven: str  # if replicas call compute_loss different numbers of times in this step: the argument that causes it
+    uneven: str  # the argument with which replicas may call compute_loss different numbers of times in a step, or ""
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
@@ -230,7 +230,7 @@ class PipelineAccelerator(Accelerator):
 
 
 def _ones(tensor: Tensor) -> Tensor:
-    """Ones with the shape, dtype and device of `tensor`, as a result that is not used."""
+    """Ones with the shape, dtype and device of `tensor`, as a placeholder for a gathered result."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -265,12 +265,12 @@ def _pickled(outputs: Any) -> Pickled | str:
 
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
     """Context manager that turns off activation checkpointing before TRL does. TRL turns it off and on for each batch
-    of a reference, which creates new functions and hooks, so the model would be traced again for each batch."""
+    of a reference model. This creates new functions and hooks, so each batch would require a new trace."""
     return unrecomputed(model, lambda module: bool(getattr(module, "gradient_checkpointing", False)))
 
 
 class ModuleStandIn:
-    """Base class of objects that take the place of `module`: they delegate attributes to it, and define `__call__`."""
+    """Base class of stand-ins for `module`: a stand-in delegates attributes to `module`, and defines `__call__`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -282,8 +282,8 @@ class ModuleStandIn:
 
 
 class KeptStages:
-    """Keeps the stages of a model for later Trainers, as long as the model exists. In a copy of the model, it is None,
-    since process groups can be neither copied nor pickled."""
+    """Keeps the stages of a model for later Trainers, as long as the model exists. A copy of the model contains None
+    instead, since process groups can be neither copied nor pickled."""
 
     def __init__(self, boosted: PipelineModel) -> None:
         self.boosted = boosted
@@ -293,7 +293,7 @@ class KeptStages:
 
 
 class StagesStandIn(ModuleStandIn):
-    """The stages of `module`. Every rank must make the same calls."""
+    """A stand-in for `module` that runs its stages. Every rank must make the same calls."""
 
     def __init__(self, plugin: PipelinePlugin, module: nn.Module, boosted: PipelineModel) -> None:
         super().__init__(module)
@@ -302,7 +302,7 @@ class StagesStandIn(ModuleStandIn):
         self.loss_only = False  # whether an evaluation needs only the loss
 
     def optimize(self, optimizer: Any) -> None:
-        """Boost an optimizer of the full model. It then updates this rank's part of the model."""
+        """Boost an optimizer of the full model, so that it updates this rank's part of the model."""
         _, self.optimizer, *_ = self.plugin.configure(self.boosted, optimizer)
 
     def step(self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float) -> Tensor:
@@ -361,4 +361,4 @@ class StagesStandIn(ModuleStandIn):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
-        self.boosted.zero_grad(set_to_none)  # also parameters without an optimizer, unfrozen by a callback
+        self.boosted.zero_grad(set_to_none)  # includes parameters without an optimizer, which a callback has unfrozen

@@ -18,8 +18,8 @@ FLAGS = "should_training_stop", "should_epoch_stop", "should_save", "should_eval
 
 
 def share_flags(control: Any, group: dist.ProcessGroup) -> None:
-    """Set each flag of a TrainerControl on every rank of `group` if it is set on any rank. Ranks may differ: their
-    clocks do, and a callback may ask on the main process only."""
+    """Set each flag of a TrainerControl on every rank of `group` if it is set on any rank. Flags may differ between
+    ranks, since clocks differ and a callback may set a flag on the main process only."""
     with calling("trainer.train, after the callbacks of a step"):
         of_ranks = meet(group, named, [bool(getattr(control, name, False)) for name in FLAGS])
     for name, flags in zip(FLAGS, zip(*of_ranks)):
@@ -31,7 +31,7 @@ def share_flags(control: Any, group: dist.ProcessGroup) -> None:
 class StopTogether(JITCheckpointCallback):
     """Saves and stops after a step in which any rank has received a termination signal. transformers' own callback
     saves on each rank when the rank receives the signal. Ranks may then save at different steps, or between a step's
-    backward and update, and a resumed run would repeat this step with different random numbers."""
+    backward and update. A resumed run would repeat this step with different random numbers."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()

@@ -5,7 +5,7 @@
     the user's Trainer    SFTTrainer, Seq2SeqTrainer, or a custom class: unchanged
     Loop                  between the user's class and transformers.Trainer: runs the steps on stages of the model
 
-Methods that the user's class overrides are therefore called as usual, and its `super()` calls reach the pipeline. The
+Methods that the user's class overrides are therefore called as usual, and their `super()` calls reach the pipeline. The
 training loop, callbacks, logs and LR schedules are Trainer's own. A gradient accumulation window is one pipeline step.
 """
 
@@ -322,7 +322,7 @@ class Loop(Evaluation):
             return stages.step(window, objective, self._weight(self._num_items)).to(self.args.device)
 
     def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
-        """Convert a batch to the pipeline's inputs: the model's and, with an objective, those of compute_loss."""
+        """Convert a batch to the pipeline's inputs: inputs of the model and, with an objective, of compute_loss."""
         if self._objective is not None:
             return self._objective.called_with(self.with_reference(inputs, is_sample))
         accepts = self.model_accepts_loss_kwargs and num_items is not None
@@ -388,8 +388,8 @@ class Loop(Evaluation):
         return saves_itself and not is_split and not is_blank(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. Call it on every rank: each rank writes its part. The first rank saves a transformers or peft
-        model that has values and is not split yet, as Trainer does."""
+        """Save the model. Call it on every rank: each rank writes its part. If a transformers or peft model has values
+        and is not split yet, the first rank alone saves it, as in Trainer."""
         grid = self.pipeline.grid
         folder = one_folder(Path(output_dir or self.args.output_dir), grid)
         if self._is_whole:
@@ -483,7 +483,7 @@ class Front:
         put_adapters(model, config, put)
 
     def _noted(self, make: Callable[[], Any]) -> Any:
-        """Create and record the dataloader. For the first one of `train`, also share the generators of its data."""
+        """Create and record the dataloader. For the first dataloader of `train`, also share its random generators."""
         self._latest_loader = None
         loader = make()
         refuse_prepared(loader, "get_train_dataloader returns")
@@ -496,8 +496,8 @@ class Front:
         return loader
 
     def _completed(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the training_step of the user's class, once per batch of a window. Raises UsageError if training_step
-        changes parameters or gradients, and a window has several batches."""
+        """Call the training_step of the user's class, once per batch of a window. If a window has several batches,
+        raises UsageError if training_step changes parameters or gradients."""
         loss = step(*args, **kwargs)
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
         if self._held and self.accelerator.sync_gradients:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Written: detects writes to tensors and their gradients, such as those of parameters between batches of a window."""
+"""Written: detects writes to tensors and their gradients, such as to parameters between batches of a window."""
 
 from collections.abc import Iterable
 
