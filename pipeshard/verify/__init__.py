@@ -1,1 +1,1 @@
-"""Verify: the comparison of the split model with the unsplit model, on the user's own samples."""
+"""Verify: compare the split model with the unsplit model on the user's own samples."""

@@ -1,4 +1,4 @@
-"""Compare: comparisons of the split model with the unsplit model, after a step and in the saved state."""
+"""Compare: compare the split model with the unsplit model after a step, and compare their saved states."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ from pipeshard.verify.reference import Reference
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may cause
 FINE = 1e-9  # the relative error in fp64
-FLOOR = 1e-3  # a fraction of the largest gradient, to which the errors of smaller gradients are relative
+FLOOR = 1e-3  # errors of small gradients are relative to this fraction of the largest gradient
 HeldGradient = tuple[str, Tensor | None]  # the suffix that names the replica in errors, and the gradient
 ATTRIBUTE_DEPTH = 3  # levels of nested lists and dicts that are compared in an attribute
 
@@ -30,7 +30,7 @@ ATTRIBUTE_DEPTH = 3  # levels of nested lists and dicts that are compared in an 
 class Comparison:
     """Compares values, counts the comparisons, and raises Different for a difference.
 
-    With `fine`, the tolerance is that of fp64.
+    With `fine`, the comparisons use the tolerance for fp64.
     """
 
     fine: bool = False
@@ -76,8 +76,7 @@ class Comparison:
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str, when: str = "") -> None:
-        """Compare numbers and tensors in nested values. Tensors of the split model that contain only NaN are
-        skipped."""
+        """Compare numbers and tensors in nested values, except tensors of the split model that contain only NaN."""
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):
@@ -105,12 +104,12 @@ class Comparison:
             return torch.equal(split, unsplit.to(split.dtype))
         relative = FINE if self.fine else max(relative, 8 * torch.finfo(unsplit.dtype).eps)
         gap = (split.detach() - unsplit.detach().to(split.device)).abs()
-        gap = gap.masked_fill(split.isnan() & unsplit.isnan() | (split == unsplit), 0)  # this includes equal infinities
+        gap = gap.masked_fill(split.isnan() & unsplit.isnan() | (split == unsplit), 0)  # inf - inf is NaN
         return bool(gap.max() <= relative * max(size(unsplit), floor))
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, except parameters, buffers and submodules. Forwards may have left state in them."""
+    """A module's attributes, except parameters, buffers and submodules. Forwards may leave state in attributes."""
     own = nn.Module().__dict__.keys()
     return {name: value for name, value in vars(module).items() if name not in own and name != "forward"}
 
@@ -140,7 +139,7 @@ def _poison(value: Any) -> bool:
 
 
 def size(tensor: Tensor) -> float:
-    """The largest finite magnitude of a tensor's elements, or 0 if there is none."""
+    """The largest finite magnitude of a tensor's elements, or 0 if no element is finite."""
     if not tensor.numel():
         return 0.0
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
@@ -259,8 +258,8 @@ def first_unit(
     at: tuple[int, int],
     note: Callable[[], None],
 ) -> str:
-    """A sentence that names the first unit, in the order of the forward, with results that differ from the unsplit
-    model's. "" if no results differ, or if the structure of the results differs."""
+    """Return a sentence that names the first unit, in the order of the forward, whose results differ from the unsplit
+    model's. Return "" if no results differ, or if the structure of the results differs."""
     units = list(split.policy.units)
     of_ranks: list[Results] = [{} for _ in split.ranks]
     unsplit: Results = {}
@@ -270,7 +269,7 @@ def first_unit(
         around.enter_context(recorded(reference.model, units, unsplit))
         with contextlib.suppress(
             Exception
-        ):  # of any type: the results recorded before it show where the difference begins
+        ):  # an error of any type: the results recorded before the error show where the difference begins
             split.step(lambda batch, replica: rows(batch, 0), m, False, at)
         reference.step(rows(reference.own.sample, 0).split(m), split.weights(0), at, note)
     for (unit, k, i), expected in unsplit.items():

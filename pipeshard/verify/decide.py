@@ -1,4 +1,4 @@
-"""Decide: the choice of models that are proven when they are boosted, and the log of the result."""
+"""Decide: choose which models boost proves, and log the result."""
 
 import contextlib
 import inspect
@@ -53,7 +53,7 @@ SECONDS = 5.0  # time limit of verify="auto"
 SECONDS_OF_LARGE = 60.0  # time limit if a smaller copy is proven instead of a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
 SHARE = 0.1  # share of the free memory that verify="auto" may allocate
-COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, and additional ones
+COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, and in addition
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 # The classes of adapters, and the beginnings of the names of LoRA variants, in which no sample depends on others.
 KNOWN_ADAPTERS = "LoraLayer", "IA3Layer", "TrainableTokensLayer"
@@ -76,7 +76,7 @@ class Proven(BaseException):
 
 @dataclass
 class Alone:
-    """The state inside `alone()`; `pp_size` overrides the plugin's number of stages, unless None."""
+    """The state inside `alone()`. Unless it is None, `pp_size` overrides the plugin's number of stages."""
 
     pp_size: int | None = None
 
@@ -111,10 +111,11 @@ def prove_at_boost(
     """Prove a model on the first rank, if `config.verify` requests it or inside `alone()`. Call it on every rank before
     sharding.
 
-    Returns how slices of padded samples differ from whole samples, or that they fail, with an attention_mask and
-    without one ("" if neither was found). On all ranks, raises VerificationError if the split model differs or samples
-    depend on each other, BatchError if a microbatch does not run by itself, ConfigurationError if slices could not be
-    compared or the model has batch norms that normalize slices, and Proven inside `alone()`.
+    Returns two texts, for padded samples with an attention_mask and without one. Each text says how slices of the
+    samples differ from whole samples or fail, or is "" if neither was found. On all ranks, raises VerificationError if
+    the split model differs or samples depend on each other, BatchError if a microbatch does not run by itself,
+    ConfigurationError if slices could not be compared or the model has batch norms that normalize slices, and Proven
+    inside `alone()`.
     """
     norms = _batch_norms(model, trains=optimizer is not None)
     if config.has_slices and (of_slices := _reached(norms, config, grid, model, optimizer, criterion, sample)):
@@ -138,7 +139,7 @@ def prove_at_boost(
 
     of_world = replace(config, dp_size=grid.dp_size)
     drawn = with_drawn_ids(model, sample)
-    # Called on all ranks, so that all of them raise an error.
+    # Called on all ranks, so that every rank raises the same error.
     if is_sliced:
         tried = [shortened(drawn, MOST_POSITIONS, has_flash_attention(model))]
     elif is_ragged:
@@ -147,8 +148,8 @@ def prove_at_boost(
         tried = [drawn] if drawn is sample else [drawn, sample]  # a model may accept only some tokens
 
     def of_first_that_runs(seconds: float | None, note: Callable[[], None], large: Large | None) -> Proof:
-        """Prove on the first of these batches on which the model runs. If it runs on none, return the Proof of the
-        first batch."""
+        """Prove on the first batch of `tried` on which the model runs. If the model runs on none of them, return the
+        Proof of the first batch."""
         first, remaining = Proof(UNPROVEN), seconds
         for batch in tried:
             made = prove(of_world, grid.device, model, optimizer, criterion, batch, remaining, note, large)
@@ -308,10 +309,13 @@ def _warn_of_batch_norms(model: nn.Module, norms: Sequence[str]) -> None:
 
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
-    """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified: all
-    modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced methods or hooks, functions in their
-    files and registered functions that they call are from KNOWN_PACKAGES, adapters are of KNOWN_ADAPTERS (Lily and
-    VeLoRA mix samples), `criterion` is None, and the optimizer is from KNOWN_PACKAGES."""
+    """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified.
+
+    The loss is unmodified if `criterion` is None, and the optimizer if it is from KNOWN_PACKAGES. All modules of the
+    model must be from KNOWN_PACKAGES or quantized layers, without replaced methods or hooks. The functions in their
+    files, and the registered functions that they call, must also be from KNOWN_PACKAGES. Adapters must be of
+    KNOWN_ADAPTERS (Lily and VeLoRA mix samples).
+    """
     if criterion is not None or not has_known_loss(model) or has_global_backward_hooks():
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
@@ -391,8 +395,9 @@ def _say(proof: Proof, name: str, split: str, is_asked: bool) -> None:
 
 
 def _copies(pp_size: int, replicas: int) -> int:
-    """The largest number of copies of the parameters during a proof. It is reached after a step of the split model, or
-    at the start of one, when each rank has a full model and the unsplit model has already run a step."""
+    """The largest number of copies of the parameters during a proof. A proof reaches this number after a step of the
+    split model, or at the start of such a step, when each rank has a full model and the unsplit model has run a
+    step."""
     of_replica, beside = COPIES
     return max(of_replica * replicas + beside, pp_size * replicas + 3)
 
@@ -402,8 +407,8 @@ def _free(device: torch.device) -> int:
 
 
 def _too_large(model: nn.Module, most: float, copies: int) -> str:
-    """The reason why a model is too large for a proof, or "" if it is not. It is too large if `copies` times the size
-    of its parameters is more than `most` bytes."""
+    """The reason why a model is too large for a proof, or "" if the model fits. A model fits if `copies` times the size
+    of its parameters is at most `most` bytes."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return f"the check needs {format_bytes(needed)}, but may use {format_bytes(most)}" if needed > most else ""
 
@@ -430,5 +435,5 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     proof = work(note)
     gather(torch.tensor(1), grid.world)
-    gather_objects(astuple(replace(proof, cause=None)), grid.world)  # it may be impossible to send the error
+    gather_objects(astuple(replace(proof, cause=None)), grid.world)  # the cause may not be picklable
     return proof

@@ -1,4 +1,4 @@
-"""Joined draws: random numbers for a whole batch, equal to the numbers that its microbatches used one after another."""
+"""Joined draws: random numbers for a whole batch, equal to the numbers that the batch's microbatches used in turn."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,8 @@ from torch import Tensor
 from pipeshard.private import DispatchMode
 
 aten = torch.ops.aten
-# Operators that write random numbers and read no values. Replacing other results could hide dependent samples.
+# Operators that write random numbers and read no values. Replacing the results of other operators could hide samples
+# that depend on each other.
 PURE = {
     *(aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default),
     *(aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default),

@@ -18,8 +18,8 @@ class TooMuch(Unproven):
 
 
 class Limit:
-    """The time limit of a proof in seconds (None: no limit). `tick` checks it and calls `note`. `step` is the duration
-    of a step of the unsplit model in seconds."""
+    """The time limit of a proof in seconds (None: no limit). `tick` checks the limit and calls `note`. `step` is the
+    duration of a step of the unsplit model in seconds."""
 
     def __init__(self, seconds: float | None, note: Callable[[], None]) -> None:
         self.start, self.seconds, self.until, self.note = time.perf_counter(), seconds, seconds, note

@@ -92,7 +92,7 @@ class LocalPipeline:
     ) -> None:
         self.replicas, self.num_stages = replicas, config.pp_size
         self.world = LocalWorld(replicas * config.pp_size, note, lambda: Draws.from_here(device))
-        self._traced: tuple[Batch, Dataflow] | None = None  # of the first copy, if it fits all copies
+        self._traced: tuple[Batch, Dataflow] | None = None  # the trace of the first copy, if it fits all copies
         own = [make() for _ in range(self.world.size)]
         proven = as_proven(config, replicas)
 
@@ -104,7 +104,7 @@ class LocalPipeline:
         self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement
 
     def _trace(self, *of_copy: Any) -> tuple[Batch, Dataflow]:
-        """Trace a copy of the model. The trace of the first copy is used for all copies, if it fits them: a trace takes
+        """Trace a copy of the model. If the trace of the first copy fits all copies, they share it: a trace takes
         longer than all other preparations of a rank."""
         if self._traced is not None:
             return self._traced
@@ -124,8 +124,8 @@ class LocalPipeline:
         return self.ranks[replica * self.num_stages + self.placement[-1]]
 
     def of(self, name: str, replica: int = 0) -> LocalRank:
-        """The rank of a replica that has the current value of a parameter, buffer or other state, by name. A name that
-        ends with a dot is that of a module."""
+        """The rank of a replica that has the current value of the parameter, buffer or other state called `name`. A
+        name that ends with a dot denotes a module."""
         return self.ranks[replica * self.num_stages + self.policy.ownership.owner(name)]
 
     def named(self, rank: LocalRank) -> str:
@@ -153,7 +153,7 @@ class LocalPipeline:
         return ends[0]["loss"], [output for end in ends for output in end["outputs"] or ()]
 
     def weights(self, *replicas: int) -> Weights:
-        """The weights of the last step's microbatches in the loss, in the order of these replicas."""
+        """The weights of the last step's microbatches in the loss, in the order of `replicas`."""
         ran = [each for replica in replicas for each in self.last(replica).pipeline.ran]
         return Weights([each.share for each in ran], any(each.summed for each in ran))
 
@@ -172,8 +172,8 @@ class LocalPipeline:
         return rank.held | (rank.foreign if rank is self.last() else {})
 
     def optimize(self, gradients: Mapping[str, Tensor | None], optimizers: Sequence[Any]) -> list[float]:
-        """Step each rank's optimizer with these gradients. Return the norm of the model's gradients that each rank used
-        for clipping, or [] without clipping."""
+        """Step each rank's optimizer with these gradients. Return the gradient norm that each rank used for clipping,
+        or [] without clipping."""
 
         def of_rank(rank: int) -> float | None:
             own, optimizer = self.ranks[rank], optimizers[rank]

@@ -1,6 +1,6 @@
 """Passed: the transformers classes that docs/parity.md shows as exact, for the transformers version of that page.
 
-`make parity` writes passed.json. In another minor version of transformers, the result for a class may differ.
+`make parity` writes passed.json. With another minor version of transformers, the result for a class may differ.
 """
 
 import functools
@@ -11,8 +11,8 @@ from importlib.resources import files
 
 @functools.cache
 def passed() -> frozenset[str]:
-    """The names of the classes. Empty if the minor version of the installed transformers differs from that of the
-    page."""
+    """The names of the classes, or an empty set if the installed transformers and the page differ in the minor
+    version."""
     found = json.loads(files("pipeshard.verify").joinpath("passed.json").read_text())
     same = found["transformers"].split(".")[:2] == version("transformers").split(".")[:2]
     return frozenset(found["classes"]) if same else frozenset()

@@ -1,4 +1,4 @@
-"""Proof: a few steps of all stages in this process, compared with the unsplit model on the same samples."""
+"""Proof: run a few steps of all stages in this process, and compare them with the unsplit model on the same samples."""
 
 import functools
 import logging
@@ -57,10 +57,10 @@ class Proof:
     `refused`: whether the reason is an error that training may also raise. `coupled`: whether samples depend on each
     other, so that microbatches do not give the result of the batch. `moving`: state that changes with each microbatch,
     as in gradient accumulation. `dependent`: whether a microbatch does not run by itself, because of the error `cause`.
-    `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
-    with padding differ from whole samples, or that they fail, with an attention_mask and without one. `remedy`: advice
-    for an unproven model, or "". `one_sided`: whether the split model raised an error on samples on which the unsplit
-    model runs. `in_update`: whether the models differ only after the step of a user's own optimizer.
+    `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: for padded samples with
+    an attention_mask and without one, how slices differ from whole samples or fail, or "". `remedy`: advice for an
+    unproven model, or "". `one_sided`: whether the split model raised an error on samples on which the unsplit model
+    runs. `in_update`: whether the models differ only after the step of a user's own optimizer.
     """
 
     kind: str
@@ -114,13 +114,13 @@ def prove(
 ) -> Proof:
     """Train copies of a model, split and unsplit, for `steps` steps with different samples, and compare the copies. The
     model itself is not boosted yet. The user's objects do not change. With an optimizer, the copies are in training
-    mode, but in evaluation mode with microbatch_tokens, and with num_slices if the model draws random numbers.
+    mode. With microbatch_tokens, or with num_slices if the model uses random numbers, they are in evaluation mode.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
     parameters after the optimizer's step, and the saved state. It also compares the unsplit model on the whole batch
-    with itself on the microbatches. `note` is called regularly. Instead of a `large` model, or a model that takes
-    longer than `seconds`, a smaller copy is split. Without a smaller copy, or if the copy also takes too long, only the
-    outputs of a few samples are compared with the outputs of the same samples in microbatches. Each of the two
+    with itself on the microbatches. `note` is called regularly. If a model is `large` or takes longer than `seconds`,
+    the proof splits a smaller copy instead. Without a smaller copy, or if the copy also takes too long, the proof only
+    compares the outputs of a few samples with the outputs of the same samples in microbatches. Each of the two
     fallbacks may take `seconds`, or STEPS_MORE steps if these take longer. After a difference is found, the time is not
     limited.
     """
@@ -199,8 +199,8 @@ class _Proving:
         raise TooMuch(why)
 
     def _too_much(self) -> str | None:
-        """Compare, and return the reason if the comparison takes too much time or memory. Only the message of the error
-        is kept, since the error's traceback would keep the copies in memory."""
+        """Compare, and return the reason if the comparison takes too much time or memory. Returns the message instead
+        of the error, since the error's traceback would keep the copies in memory."""
         try:
             self._compare_few_or_all()
         except TooMuch as error:
@@ -328,7 +328,7 @@ class _Proving:
         self.limit.step = self.limit.elapsed - start
         self.limit.refuse_long(STEPS_LEFT * self.limit.step)
         self.draws = before != generators(self.device)
-        if self.draws and self.config.has_slices and not self.evaluates:  # slices draw other numbers
+        if self.draws and self.config.has_slices and not self.evaluates:  # slices use other numbers
             self.evaluates = True
             self._try()
             return
@@ -337,8 +337,8 @@ class _Proving:
             self.undivided = Undivided(self._reference(self._copy())) if self.draws else Undivided(tried, loss)
 
     def _unsplit(self, is_first: bool = False) -> tuple[Reference, Tensor]:
-        """A copy of the unsplit model after a step, and its loss. Raises TooMuch if the time is limited and the first
-        layers of the first step already take too long."""
+        """Run a step on a copy of the unsplit model, and return the copy and its loss. Raises TooMuch if the time is
+        limited and the first layers of the first step already take too long."""
         reference = self._reference(self._copy())
         torch.manual_seed(SEED)
         try:
@@ -357,7 +357,7 @@ class _Proving:
         return reference, loss
 
     def _fickle(self) -> frozenset[str]:
-        """The attributes that differ between two runs of the unsplit model, such as durations, or torch.seed()."""
+        """The attributes that differ between two runs of the unsplit model, such as durations or random seeds."""
         with undisturbed(self.device):
             return differing_attributes(self._unsplit()[0].model, self._unsplit()[0].model)
 
@@ -383,7 +383,7 @@ class _Proving:
         return Sides(split, references, self.samples, self.limit.tick, functools.cache(self._fickle))
 
     def _split(self, dtype: torch.dtype | None, replicas: int) -> LocalPipeline:
-        """The split model. A smaller copy that the model's policy cannot cut is cut by the default policy."""
+        """The split model. If the model's policy cannot split a smaller copy, the default policy splits the copy."""
 
         def made(config: PipelineConfig) -> LocalPipeline:
             make, is_smaller = functools.partial(self._copy, dtype), bool(self.smaller)
@@ -426,7 +426,7 @@ class _Proving:
             self._note(now.found or self._found(batch, now), "the batch")
 
     def _found(self, batch: Batch, cut: StepCut) -> WholeFound:
-        """The result of a comparison on fresh copies, with the same random numbers for the same samples."""
+        """Compare on fresh copies, with the same random numbers for the same samples."""
         whole = WholeBatch(self._made, self.device, self.draws, self.limit.tick, self.limit.remove)
         try:
             return whole.compare(batch, cut.weights, by_outputs=cut.has_auxiliary, units=cut.units)

@@ -1,4 +1,4 @@
-"""Reference: a copy of the user's model that is called directly and trained on the same microbatches."""
+"""Reference: an unsplit copy of the user's model, which is called directly and trained on the same microbatches."""
 
 import contextlib
 import copy
@@ -271,7 +271,7 @@ class Reference:
                     self._numbers.clear()
                     self.places.microbatch(first + i)
                     self.places.at(0)
-                private = batch.copied(batch.paths)  # since the model may write to it
+                private = batch.copied(batch.paths)  # the model may write to its batch
                 output = private.call(self.model)
                 loss, count = sum_and_count(output, self.criterion, private)
                 if loss is None:

@@ -1,4 +1,4 @@
-"""Samples: the samples of a batch that the steps of a proof use, and their split into microbatches of replicas."""
+"""Samples: choose the samples of a batch for each step of a proof, and split them into microbatches of replicas."""
 
 from dataclasses import dataclass
 
@@ -62,9 +62,9 @@ class Samples:
 
 
 def with_drawn_ids(model: nn.Module, batch: Batch) -> Batch:
-    """The batch with random token ids, without special tokens, if all its ids are equal, as in dummy inputs. Equal
-    samples have equal results, and equal tokens have equal hidden states at every position (with RoPE), so a model that
-    mixes samples or positions would not differ."""
+    """If all token ids of a batch are equal, as in dummy inputs, replace them with random ids of tokens that are not
+    special. Equal samples have equal results, and equal tokens have equal hidden states at every position (with RoPE),
+    so a comparison would not detect a model that mixes samples or positions."""
     base, ids = without_adapters(model)[1], batch.tensors.get(IDS)
     many = getattr(text_config(base), "vocab_size", None)
     if ids is None or ids.is_floating_point() or ids.unique().numel() > 1 or not isinstance(many, int):
@@ -76,7 +76,7 @@ def with_drawn_ids(model: nn.Module, batch: Batch) -> Batch:
 
 
 def with_mask(model: nn.Module, batch: Batch, declared: BatchDims) -> Batch:
-    """The batch with an attention_mask of ones, if the model takes one and the batch has none: later batches may."""
+    """Add an attention_mask of ones if the model takes one and the batch has none, since later batches may have one."""
     data = batch.data
     if not isinstance(data, dict) or MASK in data or not has_parameter(model, MASK):
         return batch

@@ -1,4 +1,4 @@
-"""Sides: the split model and copies of the unsplit model, which train the same steps and are compared after each."""
+"""Sides: train the split model and copies of the unsplit model for the same steps, and compare them in each step."""
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
@@ -121,7 +121,7 @@ class Sides:
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare the unsplit model's loss and gradients on the whole batch with its loss and gradients on the
         microbatches, which `step` has compared with the split model. Return None if the two differ, if there is
-        no undivided model, or if a later step has the samples of the first one."""
+        no undivided model, or if this is a later step with the same samples as the first step."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None
@@ -145,8 +145,8 @@ class Sides:
         return WholeFound(losses=1, gradients=len(whole.gradients))
 
     def _optimizers(self) -> list[Any]:
-        """The optimizers of the first reference and of the ranks. They are SGD if the user has no optimizer, or an
-        unsupported one."""
+        """The optimizers of the first reference and of the ranks. If the user has no optimizer, or an unsupported one,
+        all are SGD."""
         split, reference = self.split, self.references[0]
         if reference.own.optimizer is not None:
             try:

@@ -1,4 +1,4 @@
-"""Small config: the config of a transformers model with fewer layers, heads, experts and tokens."""
+"""Small config: reduce the layers, widths, heads, experts and tokens in the config of a transformers model."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from pipeshard.hf import (
 )
 from pipeshard.split.packed import Packed
 
-LEAST_WIDTH, LEAST_INNER = 64, 16  # smaller widths are kept; inner widths are reduced to no less than this
+LEAST_WIDTH, LEAST_INNER = 64, 16  # widths below LEAST_WIDTH are kept; reduced inner widths are at least LEAST_INNER
 NARROWER = 4  # factor by which inner widths are reduced more than other widths
 LITTLE = 4  # upper limit of the second divisor of widths that is tried
 LEAST_TOKENS = 64
@@ -88,7 +88,7 @@ def kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """The attributes in which kinds of layers may differ. The path of a quantized layer differs between any two."""
+    """The attributes in which kinds of layers may differ, except the path of a quantized layer, which is unique."""
     omitted = "path" if isinstance(module, Packed) else None
     return tuple(
         sorted((key, repr(x)) for key, x in vars(module).items() if isinstance(x, SETTINGS) and key != omitted)
@@ -96,7 +96,7 @@ def _settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
-    """Reduce the layers of a config to these numbers; yield the changes."""
+    """Replace each number of layers in a config that is a key of `layers`, and yield descriptions of the changes."""
     changed = [(part, name, value) for part, name, value in _numbers(config, LAYER_COUNTS) if value in layers]
     for part, name, value in changed:
         for key, items in list(vars(part).items()):
@@ -107,7 +107,8 @@ def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
 
 
 def take_widths(config: Any, factor: int) -> Iterator[str]:
-    """Divide the widths and numbers of heads of a config, and reduce the number of experts; yield the changes.
+    """Divide the widths and numbers of heads in a config, and reduce the number of experts. Yield descriptions of the
+    changed widths.
 
     Any number in the config that equals a width, such as the size to which images are projected, is divided like this
     width.
@@ -155,7 +156,7 @@ def tokens(config: Any) -> set[int]:
 
 
 def take_tokens(config: Any, ids: Tensor) -> Iterator[str]:
-    """Reduce the vocabulary of a config to these token ids, renumbered in order; yield the changes."""
+    """Reduce the vocabulary of a config to these token ids, renumbered in order. Yield descriptions of the changes."""
     size, largest = max(LEAST_TOKENS, len(ids)), int(ids.max())
     for part, name, value in list(_numbers(config, VOCABULARIES)):
         if value > max(size, largest):

@@ -1,8 +1,8 @@
-"""Smaller: copies of a large model with fewer and narrower layers, which are proven instead of the model.
+"""Smaller: build copies of a large model with fewer and narrower layers, which are proven instead of the model.
 
 Whether a split is exact depends on the code of a model: the code of its class, of its kinds of layers, and of the
-user's additions. It does not depend on the number and width of the layers. A copy therefore keeps every kind of layer,
-two layers for each stage, ties, adapters, hooks, and `requires_grad` of each parameter.
+user's additions. The number and width of the layers do not matter. A copy therefore keeps every kind of layer, two
+layers for each stage, ties, adapters, hooks, and `requires_grad` of each parameter.
 """
 
 import copy
@@ -73,7 +73,7 @@ def smaller(given: Copies, stages: int, most: float, device: torch.device) -> It
 def _from_config(
     given: Copies, stages: int, most: float, device: torch.device, fewer_layers: bool, fewer_tokens: bool, factor: int
 ) -> Smaller:
-    """A transformers model rebuilt from a smaller config, with widths divided by `factor`."""
+    """Rebuild a transformers model from a smaller config, with widths divided by `factor`."""
     prefix, model = without_adapters(given.model)
     config = copy.deepcopy(config_of(model))
     layers = layer_counts(model, config, stages) if fewer_layers else {}
@@ -95,7 +95,7 @@ def _from_config(
     memo = Memo(given.shared | _memo(given.model, built), functions(given.model, given.criterion, given.optimizer))
     _adopt(given.model, built, memo)
     sample = given.sample if ids is None else _renumbered(given, ids)
-    sample = sample.converted(lambda path, tensor: tensor.float() if tensor.dtype in SHORT else tensor)  # like the copy
+    sample = sample.converted(lambda path, tensor: tensor.float() if tensor.dtype in SHORT else tensor)  # as the copy
     own = _completed(given, built, sample, memo)
     memo.fill()
     return Smaller(own, ", ".join(what) or "the same size")
@@ -118,7 +118,7 @@ def _refuse_large(parameters: Iterable[nn.Parameter], most: float, copied: str =
 
 
 def _ids(given: Copies, config: Any) -> Tensor | None:
-    """The sorted token ids of the sample and the config, as a smaller vocabulary; None without ids or a vocabulary."""
+    """The sorted token ids of the sample and the config, as a smaller vocabulary. None without ids or a vocabulary."""
     leaves = [leaf.flatten().cpu() for _, leaf in _id_leaves(given)]
     if not leaves or not has_vocabulary(config):
         return None
@@ -150,7 +150,7 @@ def _renumbered(given: Copies, ids: Tensor) -> Batch:
 
 
 def _shortened(given: Copies, stages: int, most: float) -> Smaller:
-    """A copy of the model with only the first layers of its lists."""
+    """Copy the model with only the first layers of its lists."""
     lists: dict[nn.ModuleList, int] = {}
     what = []
     for name, module in given.model.named_modules():

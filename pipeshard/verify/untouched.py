@@ -1,8 +1,8 @@
-"""Untouched: the restoration of objects that the user's code reaches, after a proof.
+"""Untouched: restore the objects that the user's code can reach, after a proof.
 
 A proof runs copies, but these copies share some objects with the user's code: the globals that functions read, and
-objects without model state, such as files. Therefore the Python state, the values and gradients of tensors outside the
-model, and the gradients of parameters are restored.
+objects without model state, such as files. `untouched` therefore restores the Python state, the values and gradients of
+tensors outside the model, and the gradients of parameters.
 """
 
 import contextlib

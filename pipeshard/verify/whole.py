@@ -1,4 +1,4 @@
-"""Whole: a comparison of the unsplit model on a whole batch with the unsplit model on the batch's microbatches."""
+"""Whole: compare the unsplit model on a whole batch with the unsplit model on the batch's microbatches."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ WHOLE_SEED = 20261124
 # layers always compute in fp32, so results in fp64 are not exact to the last digits.
 LOSS_ERRORS, GRADIENT_ERRORS = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
 ROUGH = 1e-3  # the least relative error that counts as a difference if a model does not run in fp64
-# A lower bound of the magnitude to which errors are relative; for a gradient, it is a share of the largest gradient.
+# Errors are relative to at least this magnitude or, for a gradient, to at least this share of the largest gradient.
 LOSS_FLOOR = 1e-3
 # Random numbers: each sample has its own, equal on both sides (SHARED), or all samples have the same (CONSTANT).
 SHARED, CONSTANT = "shared", "constant"
@@ -40,7 +40,7 @@ class Coupled(Exception):
 class RunMode:
     """The mode in which both sides run: `training` or evaluation mode, the random numbers, the dtype, and the loss or
     (`by_outputs`) an objective of the outputs. `apart`: each microbatch has its own copy of the model. `rough`: errors
-    of up to ROUGH, or that the model's least precise dtype may cause, do not count as differences."""
+    of up to ROUGH, and errors that the model's least precise dtype may cause, do not count as differences."""
 
     training: bool = True
     draws: str = ""
@@ -85,7 +85,7 @@ class WholeBatch:
     """Compares copies of the unsplit model. `make(dtype)` creates a copy. `draws` is whether the model uses random
     numbers.
 
-    `note` is called regularly. `differs` is called at an apparent difference, before comparisons in other modes.
+    `note` is called regularly. `differs` is called after an apparent difference, before comparisons in other modes.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class WholeBatch:
     def compare(
         self, batch: Batch, weights: Weights, by_loss: bool = True, by_outputs: bool = True, units: Sequence[str] = ()
     ) -> WholeFound:
-        """Compare `batch` with its microbatches, whose losses have these weights: `by_loss` (the loss and its
-        gradients) and, if the losses differ or are not compared, `by_outputs` (an objective of the outputs, and its
-        gradients). Raises Coupled for a difference in the last comparison.
+        """Compare `batch` with its microbatches, whose losses have these `weights`. `by_loss` compares the loss and its
+        gradients. If these differ or are not compared, `by_outputs` compares an objective of the outputs, and its
+        gradients. Raises Coupled for a difference in the last comparison.
 
-        Both are needed if a part of the loss comes from side outputs of layers (router logits), since this part is
-        computed per microbatch. Only the outputs can be compared if the weights are unknown.
+        Both comparisons are needed if a part of the loss comes from side outputs of layers (router logits), since this
+        part is computed per microbatch. Only the outputs can be compared if the weights are unknown.
         """
         self.parts = copied_microbatches(batch, len(weights.shares))
         self.batch, self.weights, self.units, self.found = batch, weights, units, WholeFound()
@@ -166,7 +166,7 @@ class WholeBatch:
             if way.draws != SHARED:
                 raise
             self.drew = True
-            return summary(error)  # numbers drawn for the whole batch may not be valid for some samples
+            return summary(error)  # the whole batch's random numbers may not be valid for some samples
         if not why:
             return ""
         try:
@@ -305,8 +305,8 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
-        """Context manager for a run of the samples in `batch`. The first one is sample `start` of the whole batch.
-        Yields the samples in the mode's dtype. If the mode has `draws`, each sample uses its own random numbers."""
+        """Context manager for a run of the samples in `batch`, which begin at sample `start` of the whole batch. Yields
+        the samples in the mode's dtype. If the mode has `draws`, each sample uses its own random numbers."""
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)
@@ -440,6 +440,6 @@ def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) ->
 
 
 def _filled(gradient: Tensor | None, like: Tensor | None) -> Tensor:
-    """The gradient, or zeros for None. It is None if no sample of a microbatch uses the parameter."""
+    """The gradient, or zeros for None. A gradient is None if no sample of a microbatch uses the parameter."""
     assert gradient is not None or like is not None
     return torch.zeros_like(like) if gradient is None else gradient.detach()  # type: ignore[arg-type]
