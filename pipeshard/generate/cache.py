@@ -1,4 +1,4 @@
-"""Cache: the entries of a cache that this rank's units have written, and their description for other ranks.
+"""Cache: track the entries of a cache that this rank's units write, and describe these entries for other ranks.
 
 A stage holds the states of its own layers. For other layers, it has ghosts: entries of the same class with the same
 plain values, but with tensors on meta. The lengths that a cache reports are therefore correct, and ghosts need no
@@ -77,7 +77,7 @@ class Entries:
         return holder
 
     def _lengthen(self, entries: list[Any], last: int) -> None:
-        """Extend `entries` to index `last`. Needed for a cache that creates its entries when layers run."""
+        """Extend `entries` to index `last`, since some caches create their entries only when layers run."""
         if not entries:
             raise TraceError(
                 f"{type(self.cache).__name__} creates its entries only when layers run, and this rank has run none, so "

@@ -1,8 +1,8 @@
 """Entry: one call of a module of the model that all stages run together.
 
 The code of `generate` calls the whole model, only its encoder, or another part of the model. Each such call is a
-forward of the pipeline. The routes of the call are taken from a twin: the same call without a cache, with only the new
-positions. The twin is traced in the same way as a training batch.
+forward of the pipeline. The routes of the call come from the trace of a twin: the same call without a cache, with only
+the new positions. pipeshard traces the twin in the same way as a training batch.
 """
 
 import inspect
@@ -29,7 +29,7 @@ def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch
     if not _generates(module):
         return replace(Batch.of(arguments), entry=path)
     batch = read_batch(module, arguments, lists=_NoSampleLists())
-    # In a list of images, an entry is one image: its rows are not samples, even if their numbers are equal.
+    # In a list of images, an entry is one image: its rows are not samples, even if there are as many rows as samples.
     images = {name: () for name in batch.tensors if media_kind(name) and re.search(r"\[\d+\]", name)}
     return replace(batch.owned({**batch.owners, **images}), entry=path)
 

@@ -43,8 +43,8 @@ TOKENS = 256  # the minimum per microbatch: fewer tokens take as long, since the
 
 
 class CallRoutes(NamedTuple):
-    """The route of a call through each of this rank's stages, and the differences between its sizes and the traced
-    sizes."""
+    """The route of a call through each of this rank's stages, and the differences between the call's sizes and the
+    traced sizes."""
 
     routes: Sequence[Route]
     deltas: tuple[int, ...]
@@ -78,7 +78,7 @@ class Forward:
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank, with
-        the logits of the first slice: those of another slice may round differently on a GPU."""
+        the logits of the first slice, since the logits of other slices may be rounded differently on a GPU."""
         with replaced(self, is_running=True):
             self._refuse_other_tokens(path, args, kwargs)
             if self.pipeline.num_stages > 1:
@@ -104,8 +104,8 @@ class Forward:
         self._refuse_other_tokens(None, [result], {})
 
     def _refuse_other_tokens(self, path: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise UsageError on every rank if the ranks have chosen different tokens: they call different modules
-        (`path`, None at the end of `generate`), or the arguments contain different integers."""
+        """Raise UsageError on every rank if the ranks have chosen different tokens, so that they call different modules
+        (`path`, None at the end of `generate`), or pass arguments with different integers."""
         read = "the result" if path is None else f"a call of {path or type(self.pipeline.model).__name__}"
         digest = digest_of(args, kwargs)
         numbers = gather(torch.tensor([int(digest, 16), crc32(read.encode())]), self._whole_group)
@@ -126,8 +126,9 @@ class Forward:
 
     def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[CallRoutes]]:
         """The microbatches of a call, and their CallRoutes. If the microbatches cannot be traced, the call is not
-        split, unless the user has set a number of microbatches. A trace may fail because a value that is not an
-        argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
+        split. If the user has set a number of microbatches, the TraceError is raised instead. A trace may fail because
+        a value that is not an argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per
+        sample."""
         batches = self._microbatches(entry, forward)
         states, routes = self._state_parts(batches), list[CallRoutes]()
         try:
@@ -212,7 +213,7 @@ class Forward:
         return self._routes[key]
 
     def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
-        """The trace that all ranks of the pipeline have found. If the ranks' traces differ and there is only one
+        """Return the trace on which all ranks of the pipeline agree. If the ranks' traces differ and there is only one
         replica, the ranks exchange the values on which the traces depend, as in a training step. Raises TraceError on
         every rank if the traces still differ, or if a rank found no trace."""
         grid, traces = self.pipeline.grid, self.pipeline.traces
@@ -400,17 +401,17 @@ class Forward:
 
 
 def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """A digest of the integer tensors in arguments (ids, positions, masks), which must be equal on all ranks. Of a
-    large tensor, only a sample of the values is included. Caches that are passed by name are omitted: each rank
-    has the states of its own layers and heads."""
+    """A digest of the integer tensors in arguments (ids, positions, masks), which must be equal on all ranks. For a
+    large tensor, the digest includes only a sample of the values. It omits caches that are passed by name, since each
+    rank has the states of its own layers and heads."""
     compared = [*args, *(value for name, value in kwargs.items() if name not in CACHES)]
     integers = (tensor for tensor in tree_tensors(compared) if not tensor.is_floating_point() and not tensor.is_meta)
     return digest_tensors(integers, lambda _: True)
 
 
 def _refuse_other_rows(batch: Batch, call: CallRoutes) -> None:
-    """Raise TraceError if the logits of a microbatch do not have one row per sample of the microbatch, since they were
-    combined with a tensor that has a row for each sample of the whole batch."""
+    """Raise TraceError if the logits of a microbatch do not have one row per sample of the microbatch, because the
+    model has combined them with a tensor that has one row per sample of the whole batch."""
     for name, _, spec in call.routes[0].flow.outputs:
         if field_of(name) == LOGITS and spec.at(call.deltas)[:1] != (batch.rows,):
             raise TraceError(

@@ -99,8 +99,8 @@ class Generation:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Context manager in which the ranks of a pipeline together run each call of a module that contains units and,
-        with several stages, of a unit. transformers, which compiles decode steps with a static cache on a GPU, does not
-        compile these calls, since they exchange messages."""
+        with several stages, each call of a unit. transformers, which compiles decode steps with a static cache on a
+        GPU, does not compile these calls, since they exchange messages."""
         pipeline = self.pipeline
         if pipeline.grid.size == pipeline.grid.dp_size:
             yield

@@ -1,4 +1,4 @@
-"""Rows: caches, states and outputs that are split by samples, so that a forward has several microbatches in flight."""
+"""Rows: split caches, states and outputs by samples, so that a forward has several microbatches in flight."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -50,8 +50,8 @@ class CacheParts:
         return part
 
     def _join(self, whole: Any, parts: Sequence[Any]) -> Any:
-        """Join `parts`, the parts of `whole`, into one value, and return this value. If possible, `whole` is changed in
-        place."""
+        """Join `parts`, the parts of `whole`, into one value, and return this value. Changes `whole` in place if
+        possible."""
         first = parts[0]
         if isinstance(first, Tensor):
             return whole if all(map(self._is_as_given, parts)) else joined(parts, self.sizes)
