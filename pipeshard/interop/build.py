@@ -1,4 +1,4 @@
-"""Build: the split of a model into stages that are ordinary `nn.Module`s, for the runtime that trains them."""
+"""Build: split a model into stages that are ordinary `nn.Module`s, for the runtime that trains them."""
 
 import importlib
 import inspect
@@ -155,9 +155,9 @@ class StageModule(nn.Module):
         return output if loss is None else loss
 
     def _watch_backward(self, returned: Any, received: Sequence[Tensor]) -> None:
-        """Register hooks that, when the backward of this stage begins, set `repeats.stage` (whose checkpoints are
-        recomputed) to this stage: pipeshard does not call this backward. Autograd runs all nodes of a later stage
-        first, since it prefers the nodes that were created last."""
+        """Register hooks that set `repeats.stage`, the stage whose checkpoints are recomputed, to this stage when its
+        backward begins: pipeshard does not call this backward. Autograd runs all nodes of a later stage first, since it
+        prefers the nodes that were created last."""
         repeats, passed = self._source[1].replay.repeats, set(map(id, received))
 
         def begin(_: Tensor) -> None:

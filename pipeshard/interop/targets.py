@@ -119,7 +119,7 @@ class Colossalai(Target):
         return BoostedModel(booster, model, optimizer)
 
     def _ranks(self, num_stages: int) -> int:
-        """The number of ranks of a pipeline with this number of stages; the schedule determines the chunks per rank."""
+        """The number of ranks of a pipeline with `num_stages` stages, from the schedule's number of chunks per rank."""
         schedule = self.plugin.get("schedule") or self.plugin.get("pp_style") or "1f1b"
         v = self.plugin.get("num_model_chunks", 1)
         if callable(schedule):
@@ -157,7 +157,7 @@ class TorchStages:
         built.clip_grad_norm_(1.0)                      # optional
         optimizer.step()                                # of built.parameters()
 
-    Every rank passes the full batch as keyword arguments; `keywords` names the entries of a tuple. torch does not
+    Every rank passes the full batch as keyword arguments. `keywords` names the entries of a tuple. torch does not
     synchronize tied weights: `sync_gradients` sums their gradients over the stages that hold them. torch's
     `clip_grad_norm_` would clip each stage by its own norm, so it raises UsageError. To accumulate gradients over
     several steps, create the schedule with scale_grads=False: otherwise, torch divides the gradients of earlier steps
@@ -205,8 +205,8 @@ class Torch(Target):
     Args:
         num_model_chunks: the number of stages per rank, for torch's interleaved schedules; by default 2 with style="v",
             otherwise 1.
-        style: "loop": stage s is on rank s % p; "v": two stages per rank, assigned down the ranks and back up, for
-            ScheduleZBVZeroBubble and ScheduleDualPipeV.
+        style: "loop": stage s is on rank s % p; "v": two stages per rank, assigned in ascending and then in descending
+            order of ranks, for ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
     `build` raises UsageError if the last stage computes no loss, and BatchError for a batch with names that
     `schedule.step` uses for its own arguments. A step raises BatchError for microbatches whose sizes differ from those
@@ -268,9 +268,9 @@ class Torch(Target):
 def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, built: Mapping[int, Microbatch]) -> Any:
     """torch's PipelineStage with four changes. The first step after `sync_gradients` sets the summed gradients aside,
     so that they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided
-    by the number of microbatches only once, after the last of these stages. A microbatch whose messages differ from
-    those of `built`, for which torch allocates buffers, raises BatchError. The last stage's loss has one dimension,
-    along which torch concatenates the outputs of microbatches."""
+    by the number of microbatches only once, after the last of these stages. A microbatch raises BatchError if its
+    messages differ from the messages of `built`, for which torch allocates buffers. The last stage's loss has one
+    dimension, along which torch concatenates the outputs of microbatches."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
@@ -310,7 +310,7 @@ def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, bui
 
 def _refuse_other_messages(index: int, microbatch: Microbatch, built: Microbatch) -> None:
     """Raise BatchError if the stage receives or sends tensors of other shapes or dtypes than for `built`. Otherwise,
-    the receiver would read the bytes as other numbers, or wait for more."""
+    the receiver would misinterpret the bytes, or wait for more bytes."""
     ends = (
         ("receives", microbatch.route.enters, built.route.enters),
         ("sends", microbatch.route.leaves, built.route.leaves),
