@@ -4,7 +4,7 @@ A batch goes through four steps after the dataloader:
 
 1. `tree.flatten` turns nested dicts, lists and dataclasses into leaves with readable paths.
 2. `batch.Batch.of` finds the number of samples, and the dimension of each leaf that counts them.
-3. `read.read_batch` assigns images, patches and audio clips to samples; the result of steps 1 to 3 is a `Batch`.
+3. `read.read_batch` assigns images, patches and audio clips to samples. The result of steps 1 to 3 is a `Batch`.
 4. `read.RowDims` compares each leaf with earlier batches, and resolves or reports ambiguous leaves.
 
 The engine then casts the batch to the precision of the model, and splits it into microbatches with `Batch.split`.

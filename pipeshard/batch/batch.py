@@ -15,13 +15,13 @@ from pipeshard.batch.tree import Bare, Tree, flatten, has_tensors, is_entries, m
 from pipeshard.errors import BatchError, ConfigurationError, counted
 from pipeshard.hf import POSITIONS
 
-BatchDims = Mapping[str, int | None]  # by path: the leaf's batch dimension; None: it has none
+BatchDims = Mapping[str, int | None]  # by path: the leaf's batch dimension, or None if the leaf has none
 FOR_CRITERION = "criterion."  # prefix of inputs that only the criterion receives
 
 
 class LeafSpan(NamedTuple):
-    """The number of positions (of tokens) of a microbatch, which begin at the batch's first position, and the `total`
-    number in the batch."""
+    """The number of token positions that a microbatch contains, counted from the batch's first position, and the
+    `total` number in the batch."""
 
     length: int
     total: int
@@ -96,7 +96,7 @@ class Batch:
 
     @property
     def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, also of lists, with the path of its leaf."""
+        """Every tensor, including tensors inside lists, with the path of its leaf."""
         return ((path, tensor) for path, leaf in zip(self.paths, self.leaves) for tensor in tensors_in(leaf))
 
     @property
@@ -142,7 +142,7 @@ class Batch:
         return model(**{name: value for name, value in data.items() if not str(name).startswith(FOR_CRITERION)})
 
     def for_criterion(self) -> Any:
-        """The batch as the dataloader returned it (a mapping: as a dict)."""
+        """The batch as the dataloader returned it, except that a mapping becomes a dict."""
         return self.data[0] if self.tree.kind is Bare else self.data
 
     def map(self, fn: Callable[[str, Tensor, int | None], Tensor | None]) -> Self:
@@ -175,7 +175,7 @@ class Batch:
         return self.converted(lambda _, tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
     def converted(self, fn: Callable[[str, Tensor], Tensor]) -> Self:
-        """This batch with each tensor, also of lists, replaced by fn(the leaf's path, tensor) of the same shape."""
+        """This batch with each tensor, also inside lists, replaced by fn(the leaf's path, tensor) of the same shape."""
 
         def convert(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) and not has_tensors(leaf):
@@ -185,7 +185,7 @@ class Batch:
         return replace(self, leaves=tuple(map(convert, self.paths, self.leaves)))
 
     def copied(self, paths: Collection[str]) -> Self:
-        """This batch with copies of the tensors, also of lists, at these paths; the same tensor is copied once."""
+        """This batch with copies of the tensors at these paths, also inside lists. Copies each tensor only once."""
         copies: dict[Any, Tensor] = {}
 
         def copy(path: str, tensor: Tensor) -> Tensor:
@@ -389,9 +389,10 @@ def _count_rows(
     full leaf).
 
     In the main input, the first or the declared dimension counts the samples. In other tensors, the declared dimension
-    counts the samples, or the first one if its size is the number of samples (in (3, b, s) `position_ids`, the second).
-    Lists, arrays, and tuples with strings have one entry per sample if their length is the number of samples. Raises
-    BatchError for a batch without a tensor or a sample, and for a declared dimension of a different size.
+    counts the samples or, without a declaration, the first dimension if its size is the number of samples (in (3, b, s)
+    `position_ids`, the second). Lists, arrays, and tuples with strings have one entry per sample if their length is the
+    number of samples. Raises BatchError for a batch without a tensor or a sample, and for a declared dimension of a
+    different size.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}

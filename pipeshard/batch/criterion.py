@@ -117,7 +117,7 @@ def own_loss(output: Any) -> Tensor | None:
 
 def key_of(criterion: Any) -> Hashable:
     """A key that distinguishes criteria. Functions with the same code and captured values have equal keys, as do
-    partials of one function with the same arguments, so both may be created again in each step."""
+    partials of one function with the same arguments, so a loop may create a new function or partial in each step."""
     if isinstance(criterion, FunctionType) or (type(criterion) is partial and not vars(criterion)):
         return _Made(criterion)
     try:
@@ -128,7 +128,7 @@ def key_of(criterion: Any) -> Hashable:
 
 
 class _Same:
-    """A hashable key of an object; keys of the same object are equal."""
+    """A hashable key of an object. Keys of the same object are equal."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing

@@ -1,16 +1,17 @@
-"""Media: the assignment of images, videos and audio to the samples of a batch.
+"""Media: assign images, videos and audio to the samples of a batch.
 
 Processors concatenate the media of all samples in one leaf. Its first dimension counts items (images, clips or frames),
 or the patches of all items, and its shape does not show which entries belong to which sample. For each kind of media:
 
-1. The placeholder tokens of each sample determine its number of items (`_items`), and of their patches: the tokens are
-   proportional to the sizes of the items or, in each item, to the patches that a mask keeps (`_kept`), or each run of
-   adjacent tokens is one item, or all items have the same number of tokens, or each sample has one item.
+1. The placeholder tokens of each sample determine its number of items (`_items`), and of their patches, in one of these
+   cases: the tokens are proportional to the sizes of the items or, in each item, to the patches that a mask keeps
+   (`_kept`); each run of adjacent tokens is one item; all items have the same number of tokens; or each sample has one
+   item.
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
-   samples that have images (`_groups`). The entries of a mask may be groups of equally many patches.
-3. A leaf whose number of entries is the sum of counts of this kind or of no kind, one per sample (`num_local_patches`),
-   is split by these counts, not by the tokens.
+   samples that have images (`_groups`). Each entry of a mask may stand for a group of patches, all of one size.
+3. The batch may have one count per sample, of this kind of media or of no kind (`num_local_patches`). A leaf whose
+   number of entries is the sum of these counts is split by the counts, not by the tokens.
 
 Otherwise, the assignment is unknown, and the batch cannot be split.
 """
@@ -90,8 +91,8 @@ def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
 
 
 def _kept(areas: Sequence[int], leaves: Mapping[str, Tensor], tokens: int) -> list[int] | None:
-    """The number of each item's True entries in a mask with an entry for each group of equally many patches, if there
-    are as many as placeholder tokens; otherwise, None."""
+    """The number of each item's True entries in a mask with one entry per group of equally many patches, if the mask
+    has as many True entries as there are placeholder tokens. Otherwise, None."""
     for leaf in leaves.values():
         if leaf.dtype != torch.bool or leaf.ndim != 1 or len(leaf) <= len(areas) or int(leaf.sum()) != tokens:
             continue
@@ -105,8 +106,8 @@ def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts 
     """The number of items of each sample, from the number of placeholder tokens or of runs of adjacent placeholder
     tokens, or None if neither determines it.
 
-    If `stack` is the largest number of images or tiles of a sample, the processor stacked and padded those of each
-    sample, which are then one item.
+    If `stack` is the largest number of images or tiles of a sample, the processor has stacked and padded the images or
+    tiles of each sample. Each sample then has one item.
     """
     begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
     tokens, runs = is_token.sum(1).tolist(), begins.sum(1).tolist()
@@ -123,8 +124,8 @@ def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts 
 
 
 def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
-    """The number of a leaf's entries of each sample, from each sample's number of items and of their patches, or None
-    if the leaf's entries are neither."""
+    """The number of a leaf's entries that belong to each sample, from each sample's number of items and of their
+    patches, or None if the leaf's entries are neither."""
     if groups := _groups(leaf, items) or _groups(leaf, patches):
         return groups
     count, total = sum(items), sum(patches)
@@ -140,8 +141,9 @@ def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
 
 
 def _groups(leaf: Tensor, counts: Counts) -> Counts | None:
-    """The number of a leaf's entries of each sample, if each entry is the size of a group of consecutive items or
-    patches (the number of frames of a video), otherwise None. `counts`: each sample's number of items or patches."""
+    """The number of a leaf's entries that belong to each sample, if each entry is the size of a group of consecutive
+    items or patches (the number of frames of a video), otherwise None. `counts`: each sample's number of items or
+    patches."""
     if leaf.ndim != 1 or leaf.dtype not in INTEGERS or int(leaf.sum()) != sum(counts):
         return None
     sizes = tuple(leaf.tolist())

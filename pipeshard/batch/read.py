@@ -1,4 +1,4 @@
-"""Read: the conversion of samples into a Batch, with the batch dimension of each leaf.
+"""Read: convert samples into a Batch, with the batch dimension of each leaf.
 
 A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and an (s, b) leaf looks
 like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an
@@ -92,7 +92,7 @@ def taken_by(model: nn.Module, data: Any) -> int | None:
 
 
 def _is_of_criterion(argument: inspect.Parameter, data: Sequence[Any]) -> bool:
-    """Whether the last entry of a tuple has one integer per sample, which is a label, not a value of this argument."""
+    """Whether the last entry of a tuple has one integer per sample, and contains labels, not a value for `argument`."""
     value, is_optional = data[-1], argument.default is not argument.empty
     if not is_optional or not isinstance(value, Tensor) or value.ndim != 1 or value.dtype not in INTEGERS:
         return False
@@ -176,7 +176,7 @@ LeafKind = tuple[str, int]  # a leaf's path and its number of dimensions
 
 
 class RowDims:
-    """Reads the batches of one model, and compares the dimensions of each leaf with those in earlier batches."""
+    """Reads the batches of one model, and compares the dimensions of each leaf with earlier batches."""
 
     def __init__(self, model: nn.Module, declared: BatchDims | None = None) -> None:
         self.model, self.declared = model, dict(declared or {})
