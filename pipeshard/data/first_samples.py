@@ -1,4 +1,4 @@
-"""First samples: the batch with which boost traces the model, read without advancing the user's data."""
+"""First samples: read the batch with which boost traces the model, without advancing the user's data."""
 
 import copy
 import itertools
@@ -118,8 +118,8 @@ def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
     """Context manager that restores the generators of the process, the dataset and the collator on exit, and the
     attributes and collections of the dataset and the collator. This discards objects that the dataset or the collator
     creates on first use: a generator (in transformers' collators with a seed), or an open file, which a worker must not
-    inherit. Large collections are not copied. If the length of one has changed on exit, neither attributes nor
-    collections are restored: a cache and the list of its keys must match."""
+    inherit. Large collections are not copied. If the length of a large collection has changed on exit, neither
+    attributes nor collections are restored, since a cache and the list of its keys must match."""
     objects = list(reachable(dataset, collate_fn))
     attributes = [vars(value) for value in objects if is_entered(value) and hasattr(value, "__dict__")]
     collections = [value for value in objects if type(value) in RESTORED_COLLECTIONS]

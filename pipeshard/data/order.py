@@ -1,4 +1,4 @@
-"""Order: the objects that determine the order of the data, their random generators, and the state they keep.
+"""Order: the objects that determine the order of the data, their random generators, and the state that they keep.
 
 A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each sampler may use its own
 generator or the process's generators. If one generator is not seeded, ranks with different seeds read different
@@ -249,8 +249,9 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def saved(value: Any) -> Any:
-    """A copy of a plain value, of types that JSON restores, tensors and bytes. Other types are marked. Raises
-    CheckpointError for an object whose class derives from str, int or float: JSON would lose the class."""
+    """Copy a plain value. The copy contains only types that JSON restores, tensors and bytes: values of other types
+    are converted and marked. Raises CheckpointError for an object whose class derives from str, int or float, since
+    JSON would lose the class."""
     if isinstance(value, defaultdict):
         return _marked("defaultdict", saved(dict(value)), getattr(value.default_factory, "__name__", None))
     if isinstance(value, Mapping) and type(value) is not dict:
@@ -305,7 +306,7 @@ def _packed(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unpacked(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
     """The attributes that `_packed` converted, or attributes that are not packed, as in states of version 0.2.0. Reads
-    the JSON tensor's storage, which is as large as in the file: a file may declare any shape of a few bytes."""
+    the JSON tensor's storage, whose size is the size in the file: a file may declare any shape for a few bytes."""
     if KIND not in attributes:
         return attributes
     text, *others = attributes["arguments"]

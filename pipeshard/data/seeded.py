@@ -79,7 +79,7 @@ class SeededSamples(Delegate, Dataset[Any]):
         self.__dict__["generators"] = generators_of(self.of, self.collate_fn)
 
     def has_created(self) -> bool:
-        """Whether the first batch has created generators, which were therefore not seeded; False for later batches."""
+        """Whether the first batch has created generators, which were therefore not seeded. False for later batches."""
         if self.is_complete:
             return False
         before = len(self.generators)

@@ -31,7 +31,7 @@ def length_of(sized: Any) -> int | None:
 
 @dataclass
 class Share:
-    """One replica's part of an order: one block of every `size * replicas` consecutive entries."""
+    """One replica's part of an order: one block from every `size * replicas` consecutive entries."""
 
     size: int
     replica: int
@@ -61,8 +61,9 @@ class Share:
         return steps * self.size + last
 
     def _keeps(self, remainder: int) -> bool:
-        """Whether an incomplete last step of `remainder` entries is read. With `drop_last`, it never is. Otherwise, it
-        is read if there is an entry for each replica; if not, this function warns once."""
+        """Whether replicas read an incomplete last step of `remainder` entries. With `drop_last`, they never do.
+        Otherwise, they do if there is an entry for each replica. If there are fewer entries, this function warns
+        once."""
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(
