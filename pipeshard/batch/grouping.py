@@ -1,4 +1,4 @@
-"""Grouping: choose samples with similar lengths for each microbatch, within a limit of padded tokens.
+"""Grouping: chooses samples with similar lengths for each microbatch, within a limit of padded tokens.
 
 Samples are sorted by length, and each group consists of consecutive samples. Dynamic programming finds the fastest such
 grouping (DynaPipe, Jiang et al. 2023, arXiv:2311.10418).

@@ -1,4 +1,4 @@
-"""Media: assign images, videos and audio to the samples of a batch.
+"""Media: assigns images, videos and audio to the samples of a batch.
 
 Processors concatenate the media of all samples in one leaf. Its first dimension counts items (images, clips or frames),
 or the patches of all items, and its shape does not show which entries belong to which sample. For each kind of media:

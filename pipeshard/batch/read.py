@@ -1,4 +1,4 @@
-"""Read: convert samples into a Batch, with the batch dimension of each leaf.
+"""Read: converts samples into a Batch, with the batch dimension of each leaf.
 
 A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and an (s, b) leaf looks
 like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an

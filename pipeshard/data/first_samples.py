@@ -1,4 +1,4 @@
-"""First samples: read the batch with which boost traces the model, without advancing the user's data."""
+"""First samples: reads the batch with which boost traces the model, without advancing the user's data."""
 
 import copy
 import itertools

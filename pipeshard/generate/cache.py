@@ -1,4 +1,4 @@
-"""Cache: track the entries of a cache that this rank's units write, and describe these entries for other ranks.
+"""Cache: tracks the entries of a cache that this rank's units write, and describes these entries for other ranks.
 
 A stage holds the states of its own layers. For other layers, it has ghosts: entries of the same class with the same
 plain values, but with tensors on meta. The lengths that a cache reports are therefore correct, and ghosts need no

@@ -1,4 +1,4 @@
-"""Build: split a model into stages that are ordinary `nn.Module`s, for the runtime that trains them."""
+"""Build: splits a model into stages that are ordinary `nn.Module`s, for the runtime that trains them."""
 
 import importlib
 import inspect

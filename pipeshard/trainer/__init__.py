@@ -1,4 +1,4 @@
-"""Trainer: train a model in a pipeline with transformers' Trainer or any subclass of it."""
+"""Trainer: trains a model in a pipeline with transformers' Trainer or any subclass of it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

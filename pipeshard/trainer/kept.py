@@ -1,4 +1,4 @@
-"""Kept: compare the Python state of a Trainer and its callbacks, restore it, and send changes to other ranks.
+"""Kept: compares the Python state of a Trainer and its callbacks, restores it, and sends changes to other ranks.
 
 compute_loss runs on the last stage, and may change the Trainer's state. KeptState finds the changes by comparison, as
 Snapshot does for a model's code: it records the state that is reachable from the Trainer before the call, and compares

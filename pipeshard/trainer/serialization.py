@@ -1,4 +1,4 @@
-"""Serialization: pickle values for other ranks, with references to objects that these ranks also have.
+"""Serialization: pickles values for other ranks, with references to objects that these ranks also have.
 
 Tensors are sent beside the pickle. Classes and functions are sent as names, which the receiving rank looks up in the
 modules that it has imported.

@@ -1,1 +1,1 @@
-"""Verify: compare the split model with the unsplit model on the user's own samples."""
+"""Verify: compares the split model with the unsplit model on the user's own samples."""

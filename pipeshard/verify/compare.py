@@ -1,4 +1,4 @@
-"""Compare: compare the split model with the unsplit model after a step, and compare their saved states."""
+"""Compare: compares the split model with the unsplit model after a step, and their saved states."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Decide: choose which models boost proves, and log the result."""
+"""Decide: chooses which models boost proves, and logs the result."""
 
 import contextlib
 import inspect

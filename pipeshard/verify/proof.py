@@ -1,4 +1,4 @@
-"""Proof: run a few steps of all stages in this process, and compare them with the unsplit model on the same samples."""
+"""Proof: runs a few steps of all stages in this process, and compares them with steps of the unsplit model."""
 
 import functools
 import logging

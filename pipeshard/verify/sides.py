@@ -1,4 +1,4 @@
-"""Sides: train the split model and copies of the unsplit model for the same steps, and compare them in each step."""
+"""Sides: trains the split model and copies of the unsplit model for the same steps, and compares them in each step."""
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext

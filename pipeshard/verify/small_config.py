@@ -1,4 +1,4 @@
-"""Small config: reduce the layers, widths, heads, experts and tokens in the config of a transformers model."""
+"""Small config: reduces the layers, widths, heads, experts and tokens in the config of a transformers model."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

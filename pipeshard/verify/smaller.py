@@ -1,4 +1,4 @@
-"""Smaller: build copies of a large model with fewer and narrower layers, which are proven instead of the model.
+"""Smaller: builds copies of a large model with fewer and narrower layers, which are proven instead of the model.
 
 Whether a split is exact depends on the code of a model: the code of its class, of its kinds of layers, and of the
 user's additions. The number and width of the layers do not matter. A copy therefore keeps every kind of layer, two

@@ -1,4 +1,4 @@
-"""Whole: compare the unsplit model on a whole batch with the unsplit model on the batch's microbatches."""
+"""Whole: compares the unsplit model on a whole batch with the unsplit model on the batch's microbatches."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
