@@ -57,7 +57,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
     if is_adapted := is_of_peft(model.unwrap(), "PeftModel"):
         warn_of_other_weights(model, folder)
     before: Stamps = {}
-    made = folder / ".adapter"  # the folder itself may hold checkpoints
+    made = folder / ".adapter"  # a subfolder, since `folder` may contain checkpoints
     with together(grid.world):
         if grid.first:
             if CHECKPOINT_NAME.fullmatch(folder.name):  # before the first write, since another job may own the folder
@@ -125,7 +125,7 @@ def save_state(
 @together_in("trainer.load_state")
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
     """Restore the weights, the optimizer and the LR schedule. Return this rank's saved random state or, if the sizes of
-    the grid have changed, the first rank's."""
+    the grid have changed, the first rank's random state."""
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
@@ -135,7 +135,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         restore_rest([model], rest, lr_scheduler)
         random, before = own_random_state(rest, grid), random_state()
         try:
-            set_random_state(random)  # raises an error for an invalid state, before Trainer sets it in the epoch
+            set_random_state(random)  # checks the state, which Trainer sets later, during the epoch
         finally:
             set_random_state(before)
     with together(grid.world):

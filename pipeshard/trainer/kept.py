@@ -116,7 +116,7 @@ class KeptState(Snapshot):
                 raise self._refused(path, value)
 
     def _refused(self, path: PlacePath, value: Any) -> UsageError:
-        """The error for a tensor or a large array that was written to, and cannot be restored."""
+        """Return the error for a modified tensor or large array that cannot be restored."""
         is_sparse = isinstance(value, Tensor) and value.layout is not torch.strided  # has no nbytes
         size = "" if is_sparse else f" ({value.nbytes / 2**20:.1f} MiB)"
         what = f"compute_loss modifies {place_name(path)}{size} in place"

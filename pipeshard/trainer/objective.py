@@ -98,7 +98,7 @@ class Objective:
         self.num_items: Any = None
         self.added: frozenset[str] = frozenset()  # the model inputs that compute_loss adds to the batch, or writes to
         self._kind: Callable[[dict[str, Any]], Any] = dict  # the class of a batch, such as BatchEncoding
-        self._kept: KeptState | None = None  # the state before the window
+        self._kept: KeptState | None = None  # the Trainer's state before the window
         self._random: dict[str, Any] = {}  # the generators' states after the last call of compute_loss
         self._failure: UsageError | None = None
         self._calls = 0  # the number of compute_loss calls in this step

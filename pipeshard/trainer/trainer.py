@@ -74,7 +74,7 @@ from pipeshard.trainer.written import Written
 
 
 class Loop(Evaluation):
-    """The methods of a Trainer that are overridden to run on stages."""
+    """Overrides methods of Trainer, so that they run on stages."""
 
     control: TrainerControl
     _objective: Objective | None = None
@@ -168,7 +168,7 @@ class Loop(Evaluation):
 
     @property
     def _config(self) -> PipelineConfig:
-        """The plugin's arguments, changed by those of the Trainer."""
+        """The plugin's arguments, with the changes that the Trainer's arguments require."""
         config, args = self.pipeline.config, self.args
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut_arguments(config, args.gradient_accumulation_steps)}
         changes |= self._precision
@@ -179,7 +179,7 @@ class Loop(Evaluation):
 
     @property
     def _precision(self) -> dict[str, Any]:
-        """The plugin's precision. If it is fp32: the mixed precision of the arguments or `accelerate launch`."""
+        """The plugin's precision. If this is fp32, the mixed precision of TrainingArguments or `accelerate launch`."""
         config, mixed = self.pipeline.config, self.accelerator.mixed_precision
         if config.precision == "fp32" and mixed in ("bf16", "fp16"):
             return {"precision": mixed, "autocast": True}
@@ -191,7 +191,7 @@ class Loop(Evaluation):
         return bool(self._precision["autocast"])
 
     def _sample(self) -> Any:
-        """The first samples, or None if they cannot be read. Random generators are not advanced."""
+        """The first samples, or None if they cannot be read. Does not advance random generators."""
         with Draws.from_here(self.pipeline.grid.device):
             return None if self._loader is None else first_samples(self._loader)
 
@@ -218,7 +218,7 @@ class Loop(Evaluation):
     # data
 
     def share_generators(self, loader: Any) -> None:
-        """Let the dataset and the collator generate the same random numbers on all stages of a replica. Raises
+        """Make the dataset and the collator use the same random numbers on all stages of a replica. Raises
         ConfigurationError for a stream that every rank shuffles in its own order."""
         if self.pipeline.grid.world.size() > 1:
             refuse_unseeded(getattr(loader, "dataset", None))
@@ -503,7 +503,7 @@ class Front:
         if self._held and self.accelerator.sync_gradients:  # type: ignore[attr-defined]
             loss = loss + self.step_held()  # type: ignore[attr-defined]  # the user's class has skipped the last batch
         if not self._held:
-            self._left = None  # the optimizer will change the parameters; frees the gradients
+            self._left = None  # since the optimizer will change the parameters; also frees the gradients
         return loss
 
     def _acted(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
