@@ -20,7 +20,7 @@ from pipeshard.verify.local import Different, LocalPipeline
 from pipeshard.verify.reference import Reference
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may cause
-FINE = 1e-9  # the relative error in fp64
+FINE = 1e-9  # the relative error that rounding may cause in fp64
 FLOOR = 1e-3  # errors of small gradients are relative to this fraction of the largest gradient
 HeldGradient = tuple[str, Tensor | None]  # the suffix that names the replica in errors, and the gradient
 ATTRIBUTE_DEPTH = 3  # levels of nested lists and dicts that are compared in an attribute
@@ -148,7 +148,7 @@ def size(tensor: Tensor) -> float:
 
 
 def magnitude(tensor: Tensor) -> float:
-    """The largest magnitude; NaN if any element is NaN."""
+    """The largest magnitude, or NaN if any element is NaN."""
     if tensor.is_complex():
         return float(tensor.abs().max())
     low, high = tensor.aminmax()  # one pass without a temporary tensor

@@ -254,8 +254,8 @@ def _of_padding(proof: Proof, other_runs: bool) -> str:
 
 
 def _batch_norms(model: nn.Module, trains: bool) -> list[str]:
-    """The names of the batch norms that normalize with the batch's statistics. With `trains`, the model's training mode
-    is considered, even if the model is in evaluation mode now."""
+    """The names of the batch norms that normalize with the batch's statistics. With `trains`, checks the model in
+    training mode, even if the model is in evaluation mode now."""
     norms = [name for name, module in model.named_modules() if is_batch_norm(module)]
     with _training(model) if norms and trains else contextlib.nullcontext():
         return [name for name in norms if model.get_submodule(name).training]
@@ -279,8 +279,8 @@ def _reached(
     criterion: Criterion | None,
     sample: Batch,
 ) -> Sequence[str]:
-    """Omit the norms in units that the sample does not run, such as an image tower: slices do not support images.
-    Returns all norms if the model cannot be traced here."""
+    """Return `norms` without the norms in units that the sample does not run, such as an image tower: slices do not
+    support images. Returns all norms if the model cannot be traced here."""
     if not norms:
         return norms
     try:
@@ -358,8 +358,8 @@ def _remedies(sample: Batch) -> str:
 
 
 def _other_dims(sample: Batch) -> dict[str, int]:
-    """Return a `batch_dims` with dimension 1 for all leaves that are split along dimension 0. It is empty unless
-    dimension 1 has the same size, above 1, in all these leaves."""
+    """Return a `batch_dims` with dimension 1 for all leaves that are split along dimension 0. The result is empty
+    unless dimension 1 has the same size, above 1, in all these leaves."""
     leaves = zip(sample.paths, sample.leaves, sample.row_dims, strict=True)
     cut = {path: leaf for path, leaf, dim in leaves if dim == 0 and isinstance(leaf, Tensor)}
     sizes = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in cut.values()}

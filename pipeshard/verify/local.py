@@ -53,7 +53,7 @@ class LocalRank:
         trace: Callable[..., tuple[Batch, Dataflow]],
     ) -> None:
         self.own, self.model = own, own.model
-        self.foreign = own.foreign()  # before anything is replaced
+        self.foreign = own.foreign()  # before the Pipeline replaces parameters
         partition, *_ = config.settled(self.model, own.criterion)
         # A profile is measured by all processes together. Unlike "auto", "uniform" overrides the model's hints.
         if is_profile(partition) or (is_smaller and not isinstance(partition, str)):

@@ -182,7 +182,7 @@ class _Proving:
         return self.samples.m > 1 and self.config.has_exact_loss
 
     def run(self, large: Large | None) -> None:
-        """Prove the split, then that microbatches give the result of the batch, as far as time allows."""
+        """Prove that the split is exact, then that microbatches give the result of the batch, as far as time allows."""
         if large is not None:
             why_none = self._take_smaller(large.most)
             large = replace(large, reason=f"{large.reason}; {why_none}") if why_none else None
@@ -286,7 +286,8 @@ class _Proving:
         self._compare_whole()
 
     def _compare_split(self) -> None:
-        """Compare, and repeat in fp64 after a difference: a higher precision reduces only rounding errors."""
+        """Compare the split with the unsplit model. After a difference, repeat the comparison in fp64: a higher
+        precision reduces only rounding errors."""
         try:
             self._compare(None)
         except Different as difference:
@@ -426,7 +427,7 @@ class _Proving:
             self._note(now.found or self._found(batch, now), "the batch")
 
     def _found(self, batch: Batch, cut: StepCut) -> WholeFound:
-        """Compare on fresh copies, with the same random numbers for the same samples."""
+        """Compare a batch with its microbatches on fresh copies, with the same random numbers for the same samples."""
         whole = WholeBatch(self._made, self.device, self.draws, self.limit.tick, self.limit.remove)
         try:
             return whole.compare(batch, cut.weights, by_outputs=cut.has_auxiliary, units=cut.units)

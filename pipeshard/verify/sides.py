@@ -45,7 +45,7 @@ class StepCut:
 
 @dataclass
 class Undivided:
-    """A copy of the unsplit model that trains on all samples of a step in one batch; `loss` is set if the copy has
+    """A copy of the unsplit model that trains on all samples of a step in one batch. `loss` is set if the copy has
     already run the first step."""
 
     reference: Reference
@@ -96,7 +96,7 @@ class Sides:
 
     def _unsplit_step(self, step: int) -> tuple[Tensor, list[Any]]:
         """Run the step of each replica on the replica's own copy of the unsplit model. Return the total loss and all
-        outputs. The gradients are summed into the first copy."""
+        outputs. Sums the gradients into the first copy."""
         losses, outputs, m, self.draws = [], list[Any](), self.samples.m, JoinedDraws()
         for replica, reference in enumerate(self.references):
             batches = self.samples.of_replica(step, reference.own.sample, replica).split(m)

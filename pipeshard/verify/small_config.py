@@ -24,7 +24,7 @@ from pipeshard.split.packed import Packed
 
 LEAST_WIDTH, LEAST_INNER = 64, 16  # widths below LEAST_WIDTH are kept; reduced inner widths are at least LEAST_INNER
 NARROWER = 4  # factor by which inner widths are reduced more than other widths
-LITTLE = 4  # upper limit of the second divisor of widths that is tried
+LITTLE = 4  # upper limit of the smaller divisor that `factors` returns
 LEAST_TOKENS = 64
 SETTINGS = (bool, str, float, type(None))
 
@@ -56,7 +56,7 @@ def factors(config: Any) -> list[int]:
 
 def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
     """Map each number of layers in the config to a smaller number that still includes two layers per stage and all
-    kinds of layers. Numbers that cannot be reduced are omitted."""
+    kinds of layers. Omits numbers that cannot be reduced."""
     counts = {value for _, _, value in _numbers(config, LAYER_COUNTS)}
     needed = {value: 2 * stages for value in counts if value > 2 * stages}
     for part in _parts(config):

@@ -45,7 +45,7 @@ HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", 
 
 
 class Unlike(Exception):
-    """A smaller copy does not represent the model; the message is the reason."""
+    """A smaller copy does not represent the model. The message is the reason."""
 
 
 @dataclass(frozen=True)
