@@ -20,8 +20,8 @@ EntryPath = tuple[str | int, ...]
 
 
 class GhostState(Tensor):
-    """A state of another stage's layer, on meta. It stays on meta even if code moves all states of a cache to a
-    device. It has no values that a copy could change, so copies of a cache share it."""
+    """The state of another stage's layer, on meta. It stays on meta even if code moves all states of a cache to a
+    device. Copies of a cache share it, since it has no values that a copy could change."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -51,8 +51,8 @@ def call_key(entry: Batch) -> tuple[Any, ...]:
 
 
 def counts_samples(model: nn.Module, entry: Batch) -> bool:
-    """Whether the rows of a call are samples: the module generates or, as an encoder does, takes only tensors with
-    these rows. The rows of a vision tower may be patches; other tensors then count images."""
+    """Whether the rows of a call are samples: the module generates or, like an encoder, takes only tensors with these
+    rows. The rows of a vision tower may be patches, and its other tensors then have one row per image."""
     dims = [dim for leaf, dim in zip(entry.leaves, entry.row_dims, strict=True) if isinstance(leaf, Tensor)]
     return _generates(model.get_submodule(entry.entry)) or None not in dims
 

@@ -74,7 +74,7 @@ class Forward:
         self._caches: dict[int, Entries] = {}
         self._used: dict[int, Entries] = {}  # in one forward, by id, in the same order on all ranks
         self._parts: dict[int, CacheParts] = {}  # in one forward, by the ids of their parts
-        self._states: dict[OfModule, Tensor] = {}  # the rows of samples that glue has assigned to attributes
+        self._states: dict[OfModule, Tensor] = {}  # tensors with one row per sample, which glue has assigned
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank, with

@@ -119,8 +119,8 @@ class Generation:
 
 
 def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise BatchError on every rank if the ranks of a replica have passed different tensors. A cache is not compared:
-    each stage has the states of its own layers."""
+    """Raise BatchError on every rank if the ranks of a replica have passed different tensors. Does not compare caches,
+    since each stage has the states of its own layers."""
     size = grid.size // grid.dp_size
     if size == 1:
         return

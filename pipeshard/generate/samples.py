@@ -85,8 +85,8 @@ class SampleDependence:
 
 @cache
 def assigned(kind: type) -> frozenset[str]:
-    """The attributes that a module of this class assigns in its forward, or in methods that are mentioned there. An
-    attribute that only stores another object's dtype or device is omitted."""
+    """The attributes that a module of this class assigns in its forward, or in methods whose names occur there. Omits
+    attributes that only store another object's dtype or device."""
     seen, found, todo = set[str](), set[str](), ["forward"]
     while todo:
         name = todo.pop()
