@@ -209,8 +209,8 @@ class Torch(Target):
             order of ranks, for ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
     `build` raises UsageError if the last stage computes no loss, and BatchError for a batch with names that
-    `schedule.step` uses for its own arguments. A step raises BatchError for microbatches whose sizes differ from those
-    of `batch`.
+    `schedule.step` uses for its own arguments. A step raises BatchError for microbatches whose sizes differ from the
+    sizes of `batch`.
     """
 
     def __init__(self, num_model_chunks: int | None = None, style: str = "loop") -> None:
