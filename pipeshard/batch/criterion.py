@@ -23,8 +23,8 @@ WHOLE_TENSOR = (
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
-    """The criterion's loss, or sum / count if the criterion returns both. Without a criterion, the output's own loss or
-    None."""
+    """The criterion's loss, or sum / count if the criterion returns both. Without a criterion, the output's own loss,
+    or None."""
     loss, count = sum_and_count(output, criterion, batch)
     return loss if loss is None or count is None else loss / count
 
@@ -32,11 +32,11 @@ def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | 
 def sum_and_count(
     output: Any, criterion: Criterion | None, batch: Batch
 ) -> tuple[Tensor | None, Tensor | float | None]:
-    """The loss as (scalar, None), or (sum, count) if the criterion returns both. Without a criterion, the loss is the
-    output's own, or None.
+    """The loss as (scalar, None), or (sum, count) if the criterion returns both. Without a criterion, the output's own
+    loss, or None.
 
-    A criterion's method `of_batch` (the model's own loss) is called with `batch.data`. If it returns None, because the
-    batch has no labels, the result is (None, None).
+    A criterion's method `of_batch` (the model's own loss) is called with `batch.data`. If `of_batch` returns None,
+    because the batch has no labels, the result is (None, None).
     """
     count: Tensor | float | None = None
     if criterion is None:

@@ -25,13 +25,13 @@ class TokenCost(NamedTuple):
 
 
 def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: float) -> list[list[int]]:
-    """The indices of each microbatch's samples, in ascending order. Groups are in the order of their times.
+    """Return the sample indices of each group (a microbatch), in ascending order. Groups are sorted by their times.
 
     `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
     number of samples in a group times the sum of its largest lengths is at most `limit`, into which each single sample
     must fit. The result minimizes the sum of all groups' times plus `idle` times the longest time (for which other
-    stages wait), over all groupings of the sorted samples into consecutive samples. At most LEVELS limits for the
-    longest time are tried.
+    stages wait), over all groupings of the sorted samples into runs of consecutive samples. Tries at most LEVELS limits
+    for the longest time.
     """
     order = sorted(range(len(lengths)), key=lambda k: (*lengths[k], k))
     costs = _costs([lengths[k] for k in order], limit, cost)

@@ -275,9 +275,9 @@ COLLATORS = "DataCollatorForSeq2Seq(tokenizer), DataCollatorWithPadding(tokenize
 
 
 def collate(samples: list[Any]) -> Any:
-    """Collate samples with torch's default_collate. Mappings with lists of numbers (a tokenized `datasets.Dataset`) are
-    collated with transformers' default_data_collator, as in Trainer: `label` is renamed to `labels`, and strings are
-    omitted.
+    """Collate samples with torch's default_collate or, if they are mappings with lists of numbers (a tokenized
+    `datasets.Dataset`), with transformers' default_data_collator. As in Trainer, default_data_collator renames `label`
+    to `labels`, and omits strings.
 
     Raises BatchError for lists of different lengths.
     """

@@ -1,7 +1,7 @@
 """Tree: nested batches as flat leaves with readable paths.
 
 A batch is split, compared and sent leaf by leaf, and reassembled for the model. torch's pytree flattens dicts, lists,
-tuples and registered classes; a registration is process-wide and permanent. Batches also contain dataclasses,
+tuples and registered classes. A registration is process-wide and permanent. Batches also contain dataclasses,
 namespaces, mappings and plain objects with tensors, and some lists are leaves in one batch but not in another. This
 module therefore walks batches itself: containers known to torch one level at a time with pytree, and all other
 containers by their keys or attributes. It registers no class.
@@ -43,7 +43,7 @@ class Bare:
 
 @dataclass(frozen=True)
 class Tree:
-    """The structure of a batch: the class of a container, the keys of its children and their Trees; a leaf has no
+    """The structure of a batch: the class of a container, the keys of its children, and their Trees. A leaf has no
     class."""
 
     kind: type | None = None
@@ -83,7 +83,7 @@ def flatten(
     that is not a container. Dataclasses, namespaces and objects with tensors as attributes are reassembled without
     calling `__init__` or `__post_init__`.
 
-    The path of a top-level entry or field is its name; deeper paths are Python expressions: ['inputs']['ids'],
+    The path of a top-level entry or field is its name. Deeper paths are Python expressions: ['inputs']['ids'],
     .inputs.ids.
     """
     if isinstance(data, Mapping):
