@@ -39,7 +39,7 @@ def find_sample(
     first samples, otherwise dummy inputs for the model.
 
     Raises BatchError if no batch can be read or generated, and ConfigurationError if the batch lacks a declared path.
-    If `for_search`, raises ConfigurationError also for a function, and if neither `dry_run_input` nor the dataset
+    If `for_search`, also raises ConfigurationError for a function, and if neither `dry_run_input` nor the dataset
     provides a batch: a search for a schedule requires the sizes of a training batch.
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))

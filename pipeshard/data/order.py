@@ -61,8 +61,8 @@ class Order:
         return value is self.dataset or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Seed all generators: torch's with seed + epoch + index (saved positions rely on this), all others with a
-        hash."""
+        """Seed all generators: torch generators with seed + epoch + index (saved positions rely on this), all other
+        generators with a hash."""
         for number, generator in enumerate(self.generators()):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed + epoch + number)

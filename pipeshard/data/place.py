@@ -21,11 +21,11 @@ class LoaderPlace:
     seed: int = 0
     iterators: int = 0  # number created; only the newest counts batches
     outdated: int = 0  # number created before the position was loaded or set; these must not be read
-    behind: int = 0  # number created when an iterator other than the newest was last read
+    behind: int = 0  # number created when an older iterator was last read
     first: int = 0  # number of batches before the newest iterator
     is_kept: bool = False  # set_epoch was called with the epoch of the newest iterator, before its first batch
     counted: int | None = None  # number of batches in the last epoch that was read completely
-    last_entries: dict[int, Any] = field(default_factory=dict)  # n: the sampler's last entry in n batches
+    last_entries: dict[int, Any] = field(default_factory=dict)  # by n: the sampler's last entry in the first n batches
 
     @property
     def next_epoch(self) -> int:

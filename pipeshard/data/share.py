@@ -99,7 +99,8 @@ class SharedSampler(Sampler[Any]):
     def _after_skip(self, entries: Iterator[Any]) -> Iterator[Any]:
         """Yield the entries after the first `skip`, and record the last entry of each step.
 
-        Raises CheckpointError if the last skipped entry is not the one that was read before the position was saved.
+        Raises CheckpointError if the last skipped entry differs from the entry that was read before the position was
+        saved.
         """
         step, last_entries = self.share.step, self.place.last_entries
         skipped = [*deque(islice(entries, self.skip), maxlen=1)]
