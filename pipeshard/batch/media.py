@@ -91,8 +91,8 @@ def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
 
 
 def _kept(areas: Sequence[int], leaves: Mapping[str, Tensor], tokens: int) -> list[int] | None:
-    """The number of each item's True entries in a mask with one entry per group of equally many patches, if the mask
-    has as many True entries as there are placeholder tokens. Otherwise, None."""
+    """The number of True entries of each item, from a mask with one entry per group of equally many patches. None if no
+    mask has as many True entries as there are placeholder tokens."""
     for leaf in leaves.values():
         if leaf.dtype != torch.bool or leaf.ndim != 1 or len(leaf) <= len(areas) or int(leaf.sum()) != tokens:
             continue
@@ -129,7 +129,7 @@ def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
     if groups := _groups(leaf, items) or _groups(leaf, patches):
         return groups
     count, total = sum(items), sum(patches)
-    is_merged = count < len(leaf) < total and len(leaf) != len(items)  # an entry for, say, 2 x 2 patches
+    is_merged = count < len(leaf) < total and len(leaf) != len(items)  # such as one entry per 2 x 2 patches
     if leaf.dtype == torch.bool and leaf.ndim == 1 and is_merged:
         return _assign([1] * len(leaf), patches)
     if len(leaf) in (count, total):

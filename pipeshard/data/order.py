@@ -284,9 +284,9 @@ def _marked(kind: str, *arguments: Any) -> dict[str, Any]:
 
 
 def packed(state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Convert a result of `Order.state` for a checkpoint: the attributes of each member become JSON in one tensor, and
-    the tensors that they contain. Unpickling a list takes a step for each value, and `load_plain` limits the number of
-    steps."""
+    """Convert a result of `Order.state` for a checkpoint: the attributes of each member become one tensor of JSON, and
+    the tensors that they contain are stored beside it. Unpickling a list would take a step for each value, and
+    `load_plain` limits the number of steps."""
     return {
         key: {part: _packed(values) if part == "attributes" else values for part, values in entry.items()}
         for key, entry in state.items()

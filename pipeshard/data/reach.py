@@ -16,7 +16,7 @@ from pipeshard.graph.places import content_of, is_generator, is_object, names_in
 MOST_REACHED = 10_000  # maximum number of objects per search, nearest first
 MOST_ENTRIES = 64  # maximum number of entries per collection
 SCALARS = (type(None), bool, int, float, str, bytes)
-LARGEST_SEED = 1 << 64  # numpy seeds a generator without a seed with 128 random bits
+LARGEST_SEED = 1 << 64  # larger seeds are random: without a seed, numpy uses 128 random bits
 
 
 def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:

@@ -253,7 +253,7 @@ class Target:
     shards_itself = False
 
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
-        """The process of each stage, and the number of this process. By default, all stages are on this process."""
+        """The process of each stage, and the number of this process. By default, all stages are in this process."""
         return [0] * num_stages, 0
 
     def take(self, split: Split) -> Any:

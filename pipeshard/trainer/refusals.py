@@ -21,7 +21,7 @@ from pipeshard.split.blank import is_blank
 
 _DIVIDED = "shard across replicas with PipelinePlugin(zero_stage=1) or PipelinePlugin(fsdp=True) instead"
 _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which only cast the computation"
-# By argument: why a pipeline does not support it, and what to do instead.
+# By argument: why a pipeline does not support the argument, and what to do instead.
 REFUSED_ARGUMENTS = {
     "deepspeed": _DIVIDED,
     "fsdp": _DIVIDED,
@@ -138,7 +138,7 @@ def refuse_split(model: nn.Module, name: str) -> None:
 
 
 def refuse_other_arguments(config: PipelineConfig, other: PipelineConfig, name: str) -> None:
-    """Raise ConfigurationError if a Trainer called `name` would run stages that were made with other arguments."""
+    """Raise ConfigurationError if a Trainer called `name` would run stages that were created with other arguments."""
     if (argument := differing(config, other)) is not None:
         raise ConfigurationError(
             f"another Trainer has split this model with {argument}={getattr(config, argument)!r}, but {name} needs "
@@ -210,7 +210,7 @@ _GENERATES = (
     "trainer.generate(...) on every rank with the same prompts, and log the completions on rank 0"
 )
 _AVERAGES = "it averages the full weights, which no rank holds: remove it"
-# By callback of TRL: why a pipeline does not support it, and what to do instead.
+# By TRL callback: why a pipeline does not support the callback, and what to do instead.
 CALLBACKS = {
     "LogCompletionsCallback": _GENERATES,
     "WeaveCallback": _GENERATES,

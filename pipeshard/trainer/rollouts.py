@@ -46,7 +46,7 @@ class Rollouts:
         super().__init__(*args, **kwargs)
         set_seed(
             self.args.seed + self.accelerator.process_index
-        )  # TRL adds the rank, but all stages of a replica need the same seed
+        )  # TRL adds the rank to the seed, but all stages of a replica need the same seed
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -65,7 +65,7 @@ class Rollouts:
         self._count_replicas()
 
     def _count_replicas(self) -> None:
-        """Compute the size of a generation batch from the number of replicas; TRL uses the number of processes."""
+        """Compute the size of a generation batch from the number of replicas. TRL uses the number of processes."""
         args, replicas, counted = self.args, self.pipeline.grid.dp_size, self.args.generation_batch_size
         args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
         told = (
@@ -92,8 +92,8 @@ class Rollouts:
             )
 
     def boosted_model(self, model: Any) -> Any:
-        """Return the stages of a model. A reward model is returned unsplit, and moved to the device of each rank
-        that computes rewards."""
+        """Return the stages of a model. For a reward model, returns the unsplit model, on the rank's device if the rank
+        computes rewards."""
         if any(model is one for one in self.reward_funcs):
             assert isinstance(model, nn.Module)
             return model.to(self.args.device) if self._computes_rewards else model
@@ -167,8 +167,8 @@ def has_images(sample: Any) -> bool:
 def gathered_from_replicas(accelerator: PipelineAccelerator, kind: type) -> Iterator[None]:
     """Context manager in which the modules that define `kind` and its bases gather from replicas.
 
-    A PipelineAccelerator always gathers from replicas. But these modules also import functions of accelerate.utils that
-    gather from processes.
+    A PipelineAccelerator always gathers from replicas. However, these modules also import functions of accelerate.utils
+    that gather from processes.
     """
     modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__}
     with ExitStack() as stack:

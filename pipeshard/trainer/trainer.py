@@ -382,7 +382,7 @@ class Loop(Evaluation):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether every rank holds all values of the model, and transformers can save it."""
+        """Whether every rank holds the whole model with its values, and transformers can save the model."""
         saves_itself = isinstance(self.model, PreTrainedModel) or is_of_peft(self.model, "PeftModel")
         is_split = self._stages is not None or vars(self.model).get(SPLIT) is not None
         return saves_itself and not is_split and not is_blank(self.model)

@@ -11,8 +11,8 @@ from importlib.resources import files
 
 @functools.cache
 def passed() -> frozenset[str]:
-    """The names of the classes, or an empty set if the installed transformers and the page differ in the minor
-    version."""
+    """The names of the classes, or an empty set if the minor versions of the installed transformers and of the page
+    differ."""
     found = json.loads(files("pipeshard.verify").joinpath("passed.json").read_text())
     same = found["transformers"].split(".")[:2] == version("transformers").split(".")[:2]
     return frozenset(found["classes"]) if same else frozenset()
