@@ -1,4 +1,4 @@
-"""Checkpoint: saves a Trainer's checkpoint-N folder, and loads it with any number of stages and replicas.
+"""Checkpoint: saves the pipeline's part of a Trainer checkpoint, and loads it with any number of stages and replicas.
 
 checkpoint-7/config.json, model*.safetensors    a Hugging Face folder (for adapters, a peft folder)
 checkpoint-7/pipeline/                          the optimizer, the LR schedule, random states: written by this module

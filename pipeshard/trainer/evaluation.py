@@ -20,7 +20,7 @@ from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, StagesSta
 
 
 class Evaluation(Trainer):
-    """A Trainer that evaluates with stages, and evaluates all data on every replica."""
+    """A Trainer that evaluates on stages. Every replica evaluates all data."""
 
     pipeline: PipelinePlugin
     accelerator: PipelineAccelerator
@@ -103,7 +103,7 @@ class Evaluation(Trainer):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
 
     def is_foreign(self, model: Any) -> bool:
-        """Whether `model` is a model other than the Trainer's own, such as an average of its weights, or a teacher."""
+        """Whether `model` is a model other than the Trainer's own, such as an average of its weights or a teacher."""
         stages = self._own_stages()
         own = stages, stages.boosted, stages.module, self.model
         return isinstance(model, nn.Module | StagesStandIn) and all(model is not one for one in own)

@@ -2,7 +2,7 @@
 
 compute_loss runs on the last stage, and may change the Trainer's state. KeptState finds the changes by comparison, as
 Snapshot does for a model's code: it records the state that is reachable from the Trainer before the call, and compares
-this state after the call. trainer/serialization.py pickles the changes.
+it with the state after the call. trainer/serialization.py pickles the changes.
 """
 
 import io
@@ -233,7 +233,7 @@ def _changed_by_threads(trainer: Any) -> set[int]:
 
 
 def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> bool:
-    """Whether the value, or an object in its attributes up to `depth`, has one of `ids`. The Trainer is skipped."""
+    """Whether the value, or an object in its attributes up to `depth`, has an id in `ids`. Skips the Trainer itself."""
     if id(value) in ids:
         return value is not trainer
     if not depth or value is trainer or isinstance(value, nn.Module) or not is_object(value) or is_apart(value):

@@ -6,8 +6,8 @@ pipeline's outputs. The last stage then sends other effects of compute_loss (suc
 trace or a trial uses only the loss, and discards other effects.
 
 The loss of TRL's DPOTrainer includes a run of a second model, the reference, but a pipeline runs one model in a step.
-Preferences therefore computes the reference's log-probabilities before the step (with the reference's own stages, or
-with the model's stages without adapters) and adds them to the batch. compute_loss then runs with
+The mixin Preferences therefore computes the reference's log-probabilities before the step (with the reference's own
+stages, or with the model's stages without adapters) and adds them to the batch. compute_loss then runs with
 precompute_ref_logps=True.
 """
 
@@ -208,9 +208,9 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether each size is at least the corresponding size of the last consistent inputs minus 1, as in a trace
-        that varies the sizes of these inputs. False in a trace that starts with shorter inputs, since their lengths may
-        match by coincidence."""
+        """Whether no size is more than 1 below the corresponding size of the last consistent inputs, as in a trace that
+        varies the sizes of these inputs. False in a trace that starts with shorter inputs, whose lengths may match by
+        coincidence."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False

@@ -142,8 +142,8 @@ def refuse_other_arguments(config: PipelineConfig, other: PipelineConfig, name: 
     if (argument := differing(config, other)) is not None:
         raise ConfigurationError(
             f"another Trainer has split this model with {argument}={getattr(config, argument)!r}, but {name} needs "
-            f"{argument}={getattr(other, argument)!r}: pass both the same PipelinePlugin arguments, and the same "
-            "bf16, fp16 and torch_compile (num_microbatches is divided by gradient_accumulation_steps), or "
+            f"{argument}={getattr(other, argument)!r}: pass the same PipelinePlugin arguments, bf16, fp16 and "
+            "torch_compile to both Trainers (num_microbatches is divided by gradient_accumulation_steps), or "
             f"{RELOAD}"
         )
 

@@ -59,7 +59,7 @@ class PipelineAccelerator(Accelerator):
     is_muted: bool  # whether gathers return a placeholder instead of communicating
     is_last_call: bool  # whether this is the last call of compute_loss in a step
     gathers: int = 0  # the number of calls that gather from other replicas, including muted calls
-    uneven: str  # the argument with which replicas may call compute_loss different numbers of times in a step, or ""
+    uneven: str  # the argument that may let replicas call compute_loss different numbers of times in a step, or ""
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
@@ -361,4 +361,4 @@ class StagesStandIn(ModuleStandIn):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
-        self.boosted.zero_grad(set_to_none)  # includes parameters without an optimizer, which a callback has unfrozen
+        self.boosted.zero_grad(set_to_none)  # also parameters without an optimizer, which a callback may have unfrozen

@@ -496,7 +496,7 @@ class Front:
         return loader
 
     def _completed(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the training_step of the user's class, once per batch of a window. If a window has several batches,
+        """Call the training_step of the user's class, once per batch of a window. In a window of several batches,
         raises UsageError if training_step changes parameters or gradients."""
         loss = step(*args, **kwargs)
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
