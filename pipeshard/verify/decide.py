@@ -53,7 +53,7 @@ SECONDS = 5.0  # time limit of verify="auto"
 SECONDS_OF_LARGE = 60.0  # time limit if a smaller copy is proven instead of a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
 SHARE = 0.1  # share of the free memory that verify="auto" may allocate
-COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, and in addition
+COPIES = 6, 4  # copies of the parameters (with gradients and Adam's state): per replica, plus a constant
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 # The classes of adapters, and the beginnings of the names of LoRA variants, in which no sample depends on others.
 KNOWN_ADAPTERS = "LoraLayer", "IA3Layer", "TrainableTokensLayer"
@@ -76,7 +76,7 @@ class Proven(BaseException):
 
 @dataclass
 class Alone:
-    """The state inside `alone()`. Unless it is None, `pp_size` overrides the plugin's number of stages."""
+    """The state inside `alone()`. `pp_size`, if not None, overrides the plugin's number of stages."""
 
     pp_size: int | None = None
 
@@ -311,10 +311,10 @@ def _warn_of_batch_norms(model: nn.Module, norms: Sequence[str]) -> None:
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified.
 
-    The loss is unmodified if `criterion` is None, and the optimizer if it is from KNOWN_PACKAGES. All modules of the
-    model must be from KNOWN_PACKAGES or quantized layers, without replaced methods or hooks. The functions in their
-    files, and the registered functions that they call, must also be from KNOWN_PACKAGES. Adapters must be of
-    KNOWN_ADAPTERS (Lily and VeLoRA mix samples).
+    The loss is unmodified if `criterion` is None and the model computes one of transformers' own losses, and the
+    optimizer if it is from KNOWN_PACKAGES. All modules of the model must be from KNOWN_PACKAGES or quantized layers,
+    without replaced methods or hooks. The functions in the modules' files, and the registered functions that the
+    modules call, must also be from KNOWN_PACKAGES. Adapters must be of KNOWN_ADAPTERS (Lily and VeLoRA mix samples).
     """
     if criterion is not None or not has_known_loss(model) or has_global_backward_hooks():
         return False

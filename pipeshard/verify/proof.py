@@ -1,4 +1,4 @@
-"""Proof: runs a few steps of all stages in this process, and compares them with steps of the unsplit model."""
+"""Proof: compares a few steps of all stages, run in this process, with the unsplit model on the same samples."""
 
 import functools
 import logging
@@ -113,16 +113,17 @@ def prove(
     steps: int = 2,
 ) -> Proof:
     """Train copies of a model, split and unsplit, for `steps` steps with different samples, and compare the copies. The
-    model itself is not boosted yet. The user's objects do not change. With an optimizer, the copies are in training
-    mode. With microbatch_tokens, or with num_slices if the model uses random numbers, they are in evaluation mode.
+    model itself is not boosted yet. The user's objects do not change. The copies are in evaluation mode with
+    microbatch_tokens, and with num_slices if the model uses random numbers. Otherwise, with an optimizer, they are in
+    training mode.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
     parameters after the optimizer's step, and the saved state. It also compares the unsplit model on the whole batch
-    with itself on the microbatches. `note` is called regularly. If a model is `large` or takes longer than `seconds`,
-    the proof splits a smaller copy instead. Without a smaller copy, or if the copy also takes too long, the proof only
-    compares the outputs of a few samples with the outputs of the same samples in microbatches. Each of the two
-    fallbacks may take `seconds`, or STEPS_MORE steps if these take longer. After a difference is found, the time is not
-    limited.
+    with itself on the microbatches. `note` is called regularly. If `large` is given, or the model takes longer than
+    `seconds`, the proof splits a smaller copy instead. Without a smaller copy, or if the copy also takes too long, the
+    proof only compares the outputs of a few samples with the outputs of the same samples in microbatches. Each of the
+    two fallbacks may take `seconds`, or STEPS_MORE steps if these take longer. After a difference is found, the time is
+    not limited.
     """
     precision = Precision(config.precision, config.autocast, device)
     if any(parameter.dtype is precision.dtype for parameter in model.parameters()):
@@ -286,7 +287,7 @@ class _Proving:
         self._compare_whole()
 
     def _compare_split(self) -> None:
-        """Compare the split with the unsplit model. After a difference, repeat the comparison in fp64: a higher
+        """Compare the split model with the unsplit model. After a difference, repeat the comparison in fp64: a higher
         precision reduces only rounding errors."""
         try:
             self._compare(None)
@@ -329,7 +330,7 @@ class _Proving:
         self.limit.step = self.limit.elapsed - start
         self.limit.refuse_long(STEPS_LEFT * self.limit.step)
         self.draws = before != generators(self.device)
-        if self.draws and self.config.has_slices and not self.evaluates:  # slices use other numbers
+        if self.draws and self.config.has_slices and not self.evaluates:  # slices use other random numbers
             self.evaluates = True
             self._try()
             return

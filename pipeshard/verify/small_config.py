@@ -96,7 +96,7 @@ def _settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
-    """Replace each number of layers in a config that is a key of `layers`, and yield descriptions of the changes."""
+    """Reduce the numbers of layers in a config as `layers` maps them, and yield descriptions of the changes."""
     changed = [(part, name, value) for part, name, value in _numbers(config, LAYER_COUNTS) if value in layers]
     for part, name, value in changed:
         for key, items in list(vars(part).items()):

@@ -95,7 +95,7 @@ def _from_config(
     memo = Memo(given.shared | _memo(given.model, built), functions(given.model, given.criterion, given.optimizer))
     _adopt(given.model, built, memo)
     sample = given.sample if ids is None else _renumbered(given, ids)
-    sample = sample.converted(lambda path, tensor: tensor.float() if tensor.dtype in SHORT else tensor)  # as the copy
+    sample = sample.converted(lambda path, tensor: tensor.float() if tensor.dtype in SHORT else tensor)  # like the copy
     own = _completed(given, built, sample, memo)
     memo.fill()
     return Smaller(own, ", ".join(what) or "the same size")
