@@ -74,7 +74,7 @@ class Forward:
         self._caches: dict[int, Entries] = {}
         self._used: dict[int, Entries] = {}  # in one forward, by id, in the same order on all ranks
         self._parts: dict[int, CacheParts] = {}  # in one forward, by the ids of their parts
-        self._states: dict[OfModule, Tensor] = {}  # tensors with one row per sample, which glue has assigned
+        self._states: dict[OfModule, Tensor] = {}  # tensors with one row per sample, in attributes that glue assigns
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank, with
@@ -125,10 +125,9 @@ class Forward:
             )
 
     def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[CallRoutes]]:
-        """The microbatches of a call, and their CallRoutes. If the microbatches cannot be traced, the call is not
-        split. If the user has set a number of microbatches, the TraceError is raised instead. A trace may fail because
-        a value that is not an argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per
-        sample."""
+        """The microbatches of a call, and their CallRoutes. If the microbatches cannot be traced, does not split the
+        call or, if the user has set a number of microbatches, raises TraceError. A trace may fail because a value that
+        is not an argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
         batches = self._microbatches(entry, forward)
         states, routes = self._state_parts(batches), list[CallRoutes]()
         try:
@@ -411,7 +410,7 @@ def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 def _refuse_other_rows(batch: Batch, call: CallRoutes) -> None:
     """Raise TraceError if the logits of a microbatch do not have one row per sample of the microbatch, because the
-    model has combined them with a tensor that has one row per sample of the whole batch."""
+    forward has combined them with a tensor that has one row per sample of the whole batch."""
     for name, _, spec in call.routes[0].flow.outputs:
         if field_of(name) == LOGITS and spec.at(call.deltas)[:1] != (batch.rows,):
             raise TraceError(
