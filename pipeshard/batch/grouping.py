@@ -25,7 +25,7 @@ class TokenCost(NamedTuple):
 
 
 def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: float) -> list[list[int]]:
-    """Return the sample indices of each group (a microbatch), in ascending order. The fastest group comes first.
+    """Return the sample indices of each group (a microbatch), in ascending order. The groups are sorted by time.
 
     `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
     number of samples in a group times the sum of its largest lengths is at most `limit`, into which each single sample

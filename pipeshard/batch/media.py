@@ -9,7 +9,7 @@ or the patches of all items, and its shape does not show which entries belong to
    item.
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
-   samples that have images (`_groups`). Each entry of a mask may stand for a group of patches, all of one size.
+   samples that have images (`_groups`). Each entry of a mask may stand for the same number of patches.
 3. The batch may have one count per sample, of this kind of media or of no kind (`num_local_patches`). A leaf whose
    number of entries is the sum of these counts is split by the counts, not by the tokens.
 

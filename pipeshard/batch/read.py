@@ -92,7 +92,7 @@ def taken_by(model: nn.Module, data: Any) -> int | None:
 
 
 def _is_of_criterion(argument: inspect.Parameter, data: Sequence[Any]) -> bool:
-    """Whether the last entry of a tuple has one integer per sample, and contains labels, not a value for `argument`."""
+    """Whether the last entry of a tuple contains labels (one integer per sample), not a value for `argument`."""
     value, is_optional = data[-1], argument.default is not argument.empty
     if not is_optional or not isinstance(value, Tensor) or value.ndim != 1 or value.dtype not in INTEGERS:
         return False
