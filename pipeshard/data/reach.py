@@ -23,7 +23,7 @@ def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) ->
     """The roots, and every object and generator that is reachable from them, nearest first, except objects that `skip`
     selects.
 
-    Does not search the attributes of library objects, except of samplers, datasets, modules and collators.
+    Does not search the attributes of library objects other than samplers, datasets, modules and collators.
     """
     queue, seen = deque(roots), set[int]()
     visited = 0
