@@ -3,7 +3,7 @@
     base weights    meta ---- stand-ins ---- meta ---------------- loaded, stage by stage
     adapters                  initialized by peft, on the CPU ---- DoRA, PiSSA, OLoRA: computed from a layer's weights
 
-No process holds more than its own stage of the model, and adapters have the same initial values as in one process.
+No process holds more than its own stage of the model. Adapters have the same initial values as in one process.
 """
 
 import math
@@ -24,15 +24,15 @@ from pipeshard.split.blank import give, refuse_changed_blank
 from pipeshard.split.packed import is_quantized, packed_layers
 from pipeshard.split.ties import names_of
 
-ADAPTER_KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
+ADAPTER_KINDS = ("LORA", "IA3")  # kinds whose initial values depend only on shapes, or on the adapted layer's weights
 OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values of `init_lora_weights`
     "pissa": lambda layer, adapter: layer.pissa_init(adapter, "pissa"),
     "olora": lambda layer, adapter: layer.olora_init(adapter),
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
-READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these kinds from the weights, and does not save them
-# Kinds of adapters that use only the outputs of their layers (LORA, MISS: by default). On a quantized base, others are
-# refused.
+READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors from the weights, but does not save these tensors
+# Kinds of adapters that use only the outputs of their layers (LORA and MISS: by default). All other kinds are refused
+# on a quantized base.
 OF_OUTPUTS = {"ADALORA", "BEFT", "BOFT", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR"}
 OF_OUTPUTS |= {"LORA", "MISS", "OFT", "POLY", "PVERA", "RANDLORA", "ROAD", "TRAINABLE_TOKENS", "UNILORA", "VBLORA"}
 OF_OUTPUTS |= {"VERA", "WAVEFT"}
@@ -41,8 +41,9 @@ BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initi
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
-    """Apply `put` (peft's `get_peft_model`) to a model on meta, and return its result. Base weights stay on meta.
-    Adapters have the same initial values as on the loaded model. `begin` later sets the values that depend on weights.
+    """Apply `put` (peft's `get_peft_model`) to a model on meta, and return the result of `put`. Base weights stay on
+    meta. Adapters have the same initial values as on the loaded model. `begin` later sets the values that depend on
+    weights.
 
     Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if the model
     is quantized and initial values need these weights.
@@ -64,8 +65,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 
 
 def _refuse_tied_begin(model: nn.Module, how: Any) -> None:
-    """Raise ConfigurationError if this initialization would change a tied weight, whose other name may be on another
-    stage."""
+    """Raise ConfigurationError if this initialization would change a tied weight: another stage may hold the weight
+    under its other name."""
     firsts = {name: names[0] for names in names_of(model).values() if len(names) > 1 for name in names}
     for path, layer in model.named_modules():
         name = f"{path}.base_layer.weight"
@@ -81,8 +82,8 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     """Context manager in which peft may add adapters to a model on meta. On exit, parameters of new copies of modules
     (`modules_to_save`) are moved to meta if they contain only the values of stand-ins.
 
-    Raises ConfigurationError if another new parameter has been computed from weights; with `begins_later`, new
-    parameters of LoRA layers are accepted, since `begin` computes them again.
+    Raises ConfigurationError if any other new parameter was computed from weights. With `begins_later`, new parameters
+    of LoRA layers are accepted, since `begin` computes these parameters again.
     """
     known = set(model.parameters())
     try:
@@ -105,7 +106,7 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
 
 
 def _refuse_computed(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Raise ConfigurationError if this parameter of an adapter was computed from stand-ins of weights."""
+    """Raise ConfigurationError if this parameter of an adapter was computed from stand-ins for weights."""
     if _is_nan(parameter):
         raise ConfigurationError(
             f"the initial values of the adapter parameter {name} depend on weights, but the model is on meta. "
@@ -116,14 +117,14 @@ def _refuse_computed(model: nn.Module, name: str, parameter: nn.Parameter) -> No
 @contextmanager
 def adding_saved(model: nn.Module) -> Iterator[None]:
     """Context manager in which peft may load saved adapters into a model on meta. If peft has saved base
-    weights (of an embedding or a head) with the adapters, these weights have the saved values on exit, and are no
-    longer on meta, as if the script had set them."""
+    weights (of an embedding or a head) with the adapters, these weights have the saved values on exit. The weights are
+    then no longer on meta, as if the script had set them."""
     blank = {parameter for parameter in model.parameters() if parameter.is_meta}
     saved: dict[nn.Parameter, Tensor] = {}
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        """Move from `state` to `saved` the values that torch could not copy into stand-ins. Values of another shape
-        stay in `state`, so that torch raises an error that names them."""
+        """Move the values that torch could not copy into stand-ins from `state` to `saved`. Values of another shape
+        stay in `state`, so that torch raises an error that names these values."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for full in base_names(model):
             parameter, value = parameters.get(full), state.get(prefix + full)
@@ -153,8 +154,7 @@ def _is_nan(parameter: nn.Parameter) -> bool:
 @contextmanager
 def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
     """Context manager that temporarily replaces meta parameters with CPU tensors of `value`, each expanded from one
-    element. This is needed because peft creates adapters on the weights' device, and does not initialize adapters on
-    meta.
+    element. Otherwise, peft would create the adapters on meta, the weights' device, and would not initialize them.
 
     Raises ConfigurationError if base parameters were modified before, or if peft replaces them or changes their values.
     """
@@ -185,7 +185,7 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
 
 
 def _of_base(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the base model by their names there, without trained copies."""
+    """The parameters of the base model, keyed by their names in the base model. Trained copies are omitted."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, nn.Parameter] = {}
     for full, name in base_names(model).items():  # copies follow their originals
@@ -201,7 +201,8 @@ def _has_other_values(parameter: nn.Parameter, stand_in: Tensor) -> bool:
 
 
 def _advice(model: nn.Module) -> str:
-    """What to do if adapters need more than a model on meta has. A quantized model with values cannot be boosted."""
+    """The advice if adapters need more than a model on meta has. A quantized model gets different advice, since it
+    cannot be boosted with values."""
     if is_quantized(model):
         return (
             "Use plain LoRA, IA3 or random prompts (prompt_tuning_init='RANDOM'), or load an unquantized model with "
@@ -211,7 +212,7 @@ def _advice(model: nn.Module) -> str:
 
 
 def refuse_far(model: nn.Module, config: Any) -> None:
-    """Raise ConfigurationError for adapters whose initial values need several layers, data, or rows of the
+    """Raise ConfigurationError for adapters whose initial values depend on several layers, on data, or on rows of the
     embedding."""
     kind, how = _kind(config), getattr(config, "init_lora_weights", True)
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
@@ -236,8 +237,8 @@ def _kind(config: Any) -> str:
 
 
 def refuse_packed_base(model: nn.Module, config: Any) -> None:
-    """Raise ConfigurationError for adapters that use the weights of their layer, not only its outputs, if the weights
-    of the model are quantized."""
+    """If the model is quantized, raise ConfigurationError for adapters that use the weights of their layer and not only
+    the layer's outputs."""
     kind = _kind(config)
     is_bat = kind == "MISS" and config.init_weights == "bat"
     reads_weights = kind not in OF_OUTPUTS or is_bat or needs_weights(config)
@@ -252,7 +253,7 @@ def refuse_packed_base(model: nn.Module, config: Any) -> None:
 
 def refuse_changed_base(model: nn.Module, config: Any) -> None:
     """Raise ConfigurationError for saved adapters whose initialization changes the weights of their layer, or computes
-    tensors from these weights that peft does not save: peft repeats this when it loads the adapters."""
+    unsaved tensors from these weights: peft repeats the initialization when it loads the adapters."""
     kind, how = _kind(config), str(getattr(config, "init_lora_weights", True)).lower()
     if kind in READS_BASE:
         raise ConfigurationError(
@@ -274,8 +275,8 @@ def needs_weights(config: Any) -> bool:
 
 
 def trained_copies(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """The path of each copy of a module that adapters train in full (`modules_to_save`), the copy, and the original
-    module."""
+    """Yield the path of each copy of a module that adapters train in full (`modules_to_save`), the copy, and the
+    original module."""
     wrappers: list[Any] = [(path, each) for path, each in model.named_modules() if is_of_peft(each, COPIES_WRAPPER)]
     for path, wrapper in wrappers:
         for adapter, made in wrapper.modules_to_save.items():
@@ -309,7 +310,7 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
 
 
 def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
-    """The parameters of `layer` that peft changes to initialize the adapter: a dict from names to new values.
+    """The parameters of `layer` that peft changes to initialize the adapter, as a dict from names to new values.
     `layer` itself is restored. peft initializes adapters in the dtype of the base weights, and casts them later."""
     before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
     values = {name: parameter.data for name, parameter in before.items()}

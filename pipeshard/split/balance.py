@@ -1,4 +1,4 @@
-"""Balance: the assignment of unit calls to stages that minimizes the time of the slowest stage (or, in a V, rank)."""
+"""Balance: the assignment of unit calls to stages that minimizes the time of the slowest stage (in a V: rank)."""
 
 import itertools
 import math
@@ -24,12 +24,12 @@ def balance(
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
     """Return the numbers of consecutive calls per stage that minimize the largest stage cost, then the sum of squared
-    stage costs. `forbidden` contains the calls before which no cut is allowed, each with the reason. `fits(stage,
-    start, end)` returns whether a stage can hold the calls from start to end (exclusive). If a range does not fit, no
-    range that contains it may fit. `ranks` is the rank of each stage. If the ranks form a V, blocks of inseparable
+    stage costs. `forbidden` maps each call before which no cut is allowed to the reason. `fits(stage, start, end)`
+    returns whether a stage can hold the calls from start to end (exclusive). If a range does not fit, no range that
+    contains this range may fit. `ranks` is the rank of each stage. If the ranks form a V, blocks of inseparable
     calls are then moved between stages, as long as a move reduces the largest cost of a rank, then the sum of squared
-    rank costs, then the sum of squared stage costs. `speeds` has the relative speed of each stage's rank; the stage's
-    cost is divided by it.
+    rank costs, then the sum of squared stage costs. `speeds` contains the relative speed of each stage's rank. A
+    stage's cost is divided by this speed.
 
     Raises PartitionError if fewer parts than stages are possible, or if no partition fits.
     """
@@ -112,8 +112,8 @@ def _level(cuts: list[int], ranks: Sequence[int], stages: Sequence[Costs]) -> li
 def _divide(
     stages: Sequence[Costs], combine: Callable[[Costs, Costs], Costs], most: float = math.inf
 ) -> tuple[float, list[int] | None]:
-    """Return the minimum of the stages' costs, accumulated with `combine`, and the cuts that achieve it (0, ...,
-    number of blocks); (inf, None) if no division is allowed.
+    """Return the minimum of the stages' costs, accumulated with `combine`, and the cuts that achieve this minimum
+    (0, ..., number of blocks). Return (inf, None) if no division is allowed.
 
     Dynamic programming over (stages, blocks). A range of blocks is not allowed if its cost is infinite or exceeds
     `most`. If several starts of a stage are equally good, the last one is chosen.

@@ -27,8 +27,8 @@ class NotedParameter(NamedTuple):
 
 
 def note_blank(model: Any) -> None:
-    """Move parameters that a constructor has created on the CPU to meta (`torch.Tensor(3)` ignores the default
-    device), and record a `NotedParameter` for each parameter, for `refuse_changed_blank`."""
+    """Move parameters that a constructor has created on the CPU to meta: `torch.Tensor(3)` ignores the default device.
+    Record a `NotedParameter` for each parameter, for `refuse_changed_blank`."""
     with without_weakrefs(model):
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
@@ -37,7 +37,7 @@ def note_blank(model: Any) -> None:
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
-    """Replace a parameter's data; `values` may be on another device. The parameter's identity and class are kept."""
+    """Replace a parameter's data, but keep its identity and class. `values` may be on another device."""
     kept = {key: value for key, value in parameter.__dict__.items() if key != "_is_hf_initialized"}
     kind = type(parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
@@ -54,7 +54,7 @@ def is_blank(model: nn.Module) -> bool:
 
 def refuse_changed_blank(model: nn.Module) -> None:
     """Raise ConfigurationError for parameters on meta that were modified, or moved to another name or model, since
-    `note_blank`."""
+    `note_blank` was called."""
     noted = _noted(model)
     folder = getattr(model, "_pretrained", None)
     names = base_names(model) if noted and folder else {}
@@ -85,8 +85,8 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
 
 
 def refuse_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError if PipelinePlugin.from_pretrained created some parameters of `model`. Called for
-    targets without boost, since only boost loads the checkpoint."""
+    """Raise ConfigurationError if PipelinePlugin.from_pretrained created some parameters of `model`. This function is
+    for targets that do not call boost, since only boost loads the checkpoint."""
     if noted := _noted(model):
         raise ConfigurationError(
             f"PipelinePlugin.from_pretrained created parameters without values: {listed([*noted], 3)}. This "
@@ -97,6 +97,6 @@ def refuse_blank(model: nn.Module) -> None:
 
 
 def _noted(model: nn.Module) -> dict[str, tuple[nn.Parameter, NotedParameter]]:
-    """The meta parameters that PipelinePlugin.from_pretrained created, by their full names, each with its
-    NotedParameter."""
+    """The meta parameters that PipelinePlugin.from_pretrained created, each with its NotedParameter, keyed by their
+    full names."""
     return {full: (p, vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}

@@ -23,11 +23,11 @@ class Boundary:
 
 
 def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
-    """Return the Boundary of each stage; the Boundary of stage 0 is empty.
+    """Return the Boundary of each stage. The Boundary of stage 0 is empty.
 
-    A value crosses every boundary between the stage of its call and the stage of its last reader; the loss and the
-    requested outputs are read on the last stage. A stage sends back the gradient of a value if a reader on this stage
-    or a later one contributes to the gradient. Raises TraceError if an untracked value would have to cross a boundary,
+    A value crosses every boundary between the stage of its call and the stage of its last reader. The last stage reads
+    the loss and the requested outputs. A stage sends back the gradient of a value if a reader on this stage or a later
+    stage contributes to the gradient. Raises TraceError if an untracked value would have to cross a boundary,
     or if a torch.utils.checkpoint of the model contains a cut.
     """
     everything = flow.needed(outputs)
@@ -51,7 +51,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
 
 
 def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
-    """The values that cross into each stage; `final` are the reads of the last stage after its last call."""
+    """The values that cross into each stage. `final` contains the reads of the last stage after its last call."""
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
     return _crossing([*readers, (final.values, num_stages - 1)], stages, num_stages)
 
@@ -59,7 +59,7 @@ def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: R
 def _crossing(
     readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
 ) -> list[set[Value]]:
-    """The values that cross into each stage. `readers` has the values that each reader reads, and its stage."""
+    """The values that cross into each stage. `readers` lists, for each reader, the values read and the stage."""
     crossing: list[set[Value]] = [set() for _ in range(num_stages)]
     for values, reader in readers:
         for value in values:
@@ -69,10 +69,10 @@ def _crossing(
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Return the calls before which no cut is allowed, each with the reason: an untracked value would have to cross the
-    cut, an earlier unit reads state that a later unit left in the previous forward, a torch.utils.checkpoint of the
-    model contains the cut, or the model has CutPoints elsewhere. The key `len(flow.calls)` stands for a cut at the end
-    of the model."""
+    """Map each call before which no cut is allowed to the reason. A cut is not allowed if an untracked value would have
+    to cross the cut, if an earlier unit reads state that a later unit left in the previous forward, if a
+    torch.utils.checkpoint of the model contains the cut, or if the model has CutPoints elsewhere. The key
+    `len(flow.calls)` stands for a cut at the end of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
         reason = f"the model can be cut only at its CutPoints, and its forward calls {len(flow.cut_points)} of them"

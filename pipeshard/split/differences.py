@@ -1,4 +1,4 @@
-"""Differences: the comparison of a unit call or a forward with its trace, and the texts of the errors."""
+"""Differences: the comparison of a unit call or a forward with its trace, and the texts of the resulting errors."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -28,7 +28,7 @@ from pipeshard.split.packed import packed_layers
 logger = logging.getLogger("pipeshard")
 
 # The rule that initializes meta tensors. True: the architecture's own rule. False: no rule. A function: fn(module) or
-# fn(module, name), called for each module with tensors of its own to initialize.
+# fn(module, name), called for each module that has its own tensors to initialize.
 InitWeights = bool | Callable[..., Any]
 
 
@@ -40,13 +40,15 @@ def initialize_tensors(
     seed: int,
     constructed: Mapping[str, int] | None = None,
 ) -> None:
-    """Initialize the parameters with these first names and these buffers, and no other tensor of the model.
+    """Initialize the parameters with these first names, and these buffers. Write to no other tensor of the model.
 
     With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
     `reset_parameters` if tensors still have no values. Buffers are initialized in this way with any `rule`. A
     parameter's values depend only on the seed and the parameter's name. The user's random generators do not change.
-    `buffers` is the result of `allocate`, and `constructed` the result of `written_again`: a warning names parameters
-    whose values the constructor set. Quantized weights are skipped, since a checkpoint provides their values.
+    `buffers` is the result of `allocate`, and `constructed` is the result of `written_again`. A warning names
+    parameters whose values the constructor set. Quantized weights are skipped, since a checkpoint provides their
+    values.
+
     Raises ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
@@ -79,7 +81,7 @@ def initialize_tensors(
 
 
 def written_again(model: nn.Module, names: Collection[str]) -> dict[str, int]:
-    """For each of these meta parameters to which the constructor wrote more than once, the number of these writes.
+    """For each of these meta parameters, the number of the constructor's writes, if greater than 1.
 
     Parameters of a PreTrainedModel are omitted, since the model's rule sets all their values. Tied parameters are
     omitted, since the rule writes to them several times.
@@ -184,11 +186,12 @@ def _by_function(
 
 
 class _SeededWrites(DispatchMode):
-    """Dispatch mode that skips writes to the model's tensors, except tensors in `names` of the current module (see
-    `inside`). A random write uses a generator seeded with the tensor's name and its number of earlier random writes.
+    """Dispatch mode that skips writes to the model's tensors, except writes to tensors in `names` of the current module
+    (see `inside`). A random write uses a generator seeded with the tensor's name and the number of earlier random
+    writes to the tensor.
 
     A parameter with several names is written only by the module of its first name. Otherwise, the other modules would
-    initialize it again.
+    initialize the parameter again.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], seed: int) -> None:
@@ -203,8 +206,8 @@ class _SeededWrites(DispatchMode):
         self.written: set[str] = set()
         self.settled: set[str] = set()  # tensors that must not be written to (again)
         self.draws: Counter[str] = Counter()
-        self.constructed: Mapping[str, int] = {}  # the number of writes of the constructor to a parameter
-        self.count: Counter[str] = Counter()  # the number of writes of the rule to a tensor
+        self.constructed: Mapping[str, int] = {}  # by parameter: the constructor's number of writes
+        self.count: Counter[str] = Counter()  # by tensor: the rule's number of writes
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:

@@ -31,8 +31,8 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     Attributes:
         options: the keyword arguments of `quantize_4bit`.
         storage: the dtype of the packed bytes in a checkpoint. In memory, the bytes are always uint8, since code that
-            casts or checks floating-point tensors would take bytes of another dtype for numbers.
-        unloaded: the `quant_state` while the weight has no values; a forward then uses the `quant_state` of zeros.
+            casts or checks floating-point tensors would treat bytes of a floating-point dtype as numbers.
+        unloaded: the `quant_state` while the weight has no values. A forward then uses the `quant_state` of zeros.
     """
 
     layer_class, weight_class, mark = bitsandbytes.nn.Linear4bit, Params4bit, "is_loaded_in_4bit"
@@ -98,7 +98,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
 
 
 def _layout(state: Any) -> tuple[Any, ...]:
-    """The fields on which the kernels rely: the shape, the packing options and the sizes of the scales."""
+    """The fields of a `quant_state` that kernels rely on: the shape, the packing options, the sizes of the scales."""
     of_scales = (*state.state2.absmax.shape, *state.state2.code.shape, state.state2.blocksize) if state.nested else ()
     sizes = *state.absmax.shape, *state.code.shape, *of_scales
     return tuple(state.shape), state.quant_type, state.blocksize, state.absmax.dtype, sizes
@@ -122,8 +122,8 @@ def quantize_4bit(
     """Quantize the parts of a tensor of this shape into `packed`, and return the `quant_state`. In each
     part except the last, the number of elements is a multiple of `blocksize`.
 
-    The result is bit for bit that of bitsandbytes' function of the same name, which on a CPU needs about thirty times
-    the memory of its result.
+    The result is the same, bit for bit, as with bitsandbytes' function of the same name. On a CPU, that function needs
+    about thirty times the memory of its result.
     """
     scales = torch.empty(-(-shape.numel() // blocksize), dtype=torch.float32, device=packed.device)
     values, blocks = 0, 0

@@ -29,7 +29,7 @@ class Linear8bit(Packed, bitsandbytes.nn.Linear8bitLt):
 
     @torch.no_grad()
     def pack(self, value: Rows) -> None:
-        # Same result, bit for bit, as bitsandbytes' own function, which copies its whole input in higher precision.
+        # bitsandbytes' own function has the same result, bit for bit, but copies its whole input in higher precision.
         self.state.SCB = quantize_rows(
             self.parts(value),
             self.weight.data,
@@ -56,7 +56,8 @@ class Linear8bit(Packed, bitsandbytes.nn.Linear8bitLt):
 
 def _forget_input(node: Any) -> None:
     """Remove the input from a product's autograd node. bitsandbytes keeps the input for the gradient of the weight, but
-    the weight is frozen. `offload="activations"` could not move this input, an attribute of the node, to the host."""
+    the weight is frozen. `offload="activations"` could not move this input to the host, since the node stores it as an
+    attribute."""
     if hasattr(node, "tensors"):  # MatMul8bitLt
         node.tensors, node.tensor_states = (None, None, None), (None, None)
     else:  # MatMul8bitFp, on CPUs

@@ -12,11 +12,11 @@ from pipeshard.split.packed import Packed, Rows, quantize_rows
 class LinearTorchao(Packed, nn.Linear):
     """A linear layer with an int8 weight.
 
-    The layer computes the same as one whose weight is torchao's Int8Tensor, but does not save the weight in the input's
-    dtype for the backward pass. Instead, the backward pass casts the weight again.
+    The layer computes the same as a layer with torchao's Int8Tensor as its weight, but does not save the weight in the
+    input's dtype for the backward pass. Instead, the backward pass casts the weight again.
 
     Attributes:
-        scale: the scales, one per output, or None while the weight has no values (a forward then uses scales of 1).
+        scale: one scale per output, or None while the weight has no values. A forward then uses scales of 1.
     """
 
     layer_class, weight_class, mark = nn.Linear, nn.Parameter, "is_quantized"
@@ -40,7 +40,7 @@ class LinearTorchao(Packed, nn.Linear):
             quantized = Int8Tensor.from_hp(part, PerRow())
             return quantized.qdata, quantized.scale
 
-        # Same result, bit for bit, as torchao's own function, which copies its whole input in higher precision.
+        # torchao's own function has the same result, bit for bit, but copies its whole input in higher precision.
         self.scale = quantize_rows(self.parts(value), self.weight.data, quantize)
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:

@@ -32,7 +32,7 @@ def shard(
     model: nn.Module, policy: Policy, device: torch.device, init_weights: InitWeights = True, seed: int = 0
 ) -> set[str]:
     """Reduce `model` to the stage of `policy`, in place: release the parameters of other stages, move held tensors to
-    `device`, and initialize held meta tensors by the rule `init_weights`.
+    `device`, and initialize held meta tensors with the rule `init_weights`.
 
     Returns the names of all parameters that were on meta, including parameters of other stages.
     """
@@ -70,8 +70,8 @@ def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
     for first, names in names_of(model).items():
         if first not in policy.ownership.held[policy.stage]:
             label = (
-                f"{first} has no values on this rank, {policy.stage} of {policy.num_stages} in its pipeline; "
-                f"rank {policy.ownership.owner(first)} of the pipeline has them"
+                f"{first} has no values on this rank (rank {policy.stage} of {policy.num_stages} in its pipeline), "
+                f"since rank {policy.ownership.owner(first)} of the pipeline holds this parameter"
             )
             ghost = Ghost.of(parameters[first], device, label)
             for name in names:
@@ -79,7 +79,7 @@ def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
 
 
 def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
-    """Compile each unit separately with torch.compile; units of one class share the compiled code.
+    """Compile each unit separately with torch.compile. Units of one class share the compiled code.
 
     Linear and embedding layers are not compiled: they have only one operation, so nothing can be fused, and calling
     compiled code takes longer than calling the operation.
@@ -91,8 +91,8 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
-    """Raise ConfigurationError for torch.compile options that pipeline units cannot support. `by_whole_batch` means
-    that deferred_batch_norm=True is set."""
+    """Raise ConfigurationError for torch.compile options that pipeline units cannot support. `by_whole_batch` is
+    whether deferred_batch_norm=True is set."""
     if by_whole_batch:
         raise ConfigurationError(
             "deferred_batch_norm=True does not support compile, which hides the inputs of batch norm in a unit. "
@@ -150,9 +150,9 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
 def rebuilt_models(
     model: nn.Module, dtype: torch.dtype | None = None, partly: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Rebuild each outermost PreTrainedModel in `model` from its config, with `dtype` if given. Yields, for
-    each, the prefix of its names in `model`, and the new model. In the new model, parameters are on meta and buffers
-    have values. With `partly`, if a model cannot be rebuilt from its config alone, the models inside it are rebuilt."""
+    """Rebuild each outermost PreTrainedModel in `model` from its config, with `dtype` if given. Yields the prefix
+    of the original's names in `model`, and the new model. In the new model, parameters are on meta and buffers have
+    values. With `partly`, if a model cannot be rebuilt from its config alone, the models inside it are rebuilt."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 
@@ -190,7 +190,7 @@ def rebuilt_models(
 
 
 def _refuse_loading(*_: Any, **__: Any) -> None:
-    """Replaces `from_pretrained`: a model whose constructor loads a checkpoint cannot be rebuilt from its config."""
+    """Replacement for `from_pretrained`: a model whose constructor loads a checkpoint cannot be rebuilt from config."""
     raise ConfigurationError("the constructor of the model loads a checkpoint")
 
 
@@ -222,5 +222,5 @@ def storageless(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.d
 
 def is_released(parameter: torch.Tensor) -> bool:
     """Whether this stage does not hold the parameter. Always False in a compute_loss that a Trainer runs on all ranks
-    (see `as_if_held`), where parameters of other stages look like held ones."""
+    (see `as_if_held`), where parameters of other stages look like held parameters."""
     return isinstance(parameter, Ghost) and not looks_held()

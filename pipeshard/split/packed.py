@@ -1,13 +1,13 @@
-"""Packed: the 4-bit and 8-bit linear layers of a frozen base model. A stage quantizes their weights while loading them.
+"""Packed: the 4-bit and 8-bit linear layers of a frozen base model. A stage quantizes the weights while loading.
 
     in the checkpoint          in the stage
     (out, in), 16-bit    --->  (out * in / 2, 1), uint8, and a scale for every 64 values
                          --->  (out, in), int8, and a scale for every row
 
-A packed weight is a frozen parameter that has its quantized shape from the start, even on meta. It is traced, released
-and allocated like any other parameter. A process dequantizes one layer at a time. Either bitsandbytes (Dettmers et al.
-2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or torchao quantizes
-the weights. Each library is imported only if needed.
+A packed weight is a frozen parameter that has its quantized shape from the start, even on meta. The weight is traced,
+released and allocated like any other parameter. A process dequantizes one layer at a time. Either bitsandbytes
+(Dettmers et al. 2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or
+torchao quantizes the weights. Each library is imported only if needed.
 """
 
 import math
@@ -82,7 +82,7 @@ class Packed(nn.Module, ABC):
 
     @abstractmethod
     def pack(self, value: Rows) -> None:
-        """Quantize `value`, which has `whole_shape` and may be on any device, into the memory of the weight."""
+        """Quantize `value` into the memory of the weight. `value` has `whole_shape`, and may be on any device."""
 
     @abstractmethod
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
@@ -120,8 +120,8 @@ class Packed(nn.Module, ABC):
 
     @classmethod
     def take_over(cls, module: nn.Module, dtype: torch.dtype, path: str) -> None:
-        """Convert `module`, if it is a `layer_class` on meta, into a layer of this class, in place; `dtype` is the
-        dtype of the values before quantization, and `path` the path of the layer in the base model."""
+        """Convert `module` into a layer of this class, in place, if its class is `layer_class`. `module` is on meta,
+        `dtype` is the dtype of the values before quantization, and `path` is the layer's path in the base model."""
         if type(module) is not cls.layer_class:
             return
         layer: Any = module
@@ -138,7 +138,7 @@ class Packed(nn.Module, ABC):
         """Set a quantized weight on meta, and record the options that `pack` needs."""
 
     def like(self, linear: nn.Module) -> Self:
-        """A layer with the values of `linear`, quantized like this one."""
+        """A layer with the values of `linear`, quantized like this layer."""
         values: Any = linear
         sizes = tuple(values.weight.shape)[:: 1 if _is_conv1d(type(linear)) else -1]
         made: Any = self.blank(*sizes, values.bias is not None)
@@ -162,19 +162,19 @@ class Packed(nn.Module, ABC):
             yield part.to(self.weight.device, self.values_dtype).contiguous()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save only the parameters, under their own names, which identify a stage's parameters."""
+        """Save only the parameters, under their own names: these names identify a stage's parameters."""
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
 
 
 def _is_conv1d(kind: type) -> bool:
-    """Whether this is transformers' Conv1D, whose weight is (in, out)."""
+    """Whether this class is transformers' Conv1D, which stores its weight as (in, out)."""
     from transformers.pytorch_utils import Conv1D  # takes a second to import
 
     return issubclass(kind, Conv1D)
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, Packed]]:
-    """The full name of each quantized weight, and its layer."""
+    """Yield the full name of each quantized weight, and the layer with this weight."""
     for path, module in model.named_modules():
         if isinstance(module, Packed):
             yield f"{path}.weight" if path else "weight", module
@@ -201,7 +201,7 @@ def quantize_rows(
     scales, row = torch.empty(0), 0
     for part in parts:
         values, of_part = quantize(part)
-        if row == 0:  # small tensors that are kept for each part would leave holes in the heap
+        if row == 0:  # a small tensor kept for each part would fragment the heap
             scales = of_part.new_empty(len(packed), *of_part.shape[1:])
         rows = slice(row, row + len(part))
         packed[rows], scales[rows] = values, of_part

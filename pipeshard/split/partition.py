@@ -44,8 +44,8 @@ class Partition:
         """The stage of each call of `flow`. If `flow` contains more calls of a unit than this partition, the additional
         calls are on the stage of the unit's last known call.
 
-        Raises TraceError if `flow` calls a unit that the partition does not contain, or if the stages of its calls are
-        out of order.
+        Raises TraceError if `flow` calls a unit that the partition does not contain, or if the calls are not in the
+        order of their stages.
         """
         known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in flow.occurrences]
         new = [unit for unit, k in known if k < 0]
@@ -125,9 +125,9 @@ def cost_of(
 
     Flops and elements count three times (forward, input gradient, weight gradient), or four times if the forward is
     recomputed. An element counts as `ELEMENT` operations. A trainable parameter counts as twice this number, since its
-    gradient is written and accumulated; this is the main cost of an embedding. The `waiting_` arguments are the flops
-    and parameters of layers whose weight gradients can be deferred. `frozen_flops` are the operations that are saved
-    because some parameters have no gradient.
+    gradient is written and accumulated. The gradient is the main cost of an embedding. The `waiting_` arguments are the
+    flops and parameters of layers whose weight gradients can be deferred. `frozen_flops` are the operations that are
+    saved because some parameters have no gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -150,8 +150,8 @@ PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:
 
 
 def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]], num_stages: int) -> list[float]:
-    """The weight of each unit call, for `balance`. `by` is a rule, `units` has the unit of each call, and `costs`
-    returns the times of the calls.
+    """The weight of each unit call, for `balance`. `by` is a rule, `units` contains the unit of each call, and
+    `costs` returns the times of the calls.
 
     Raises ConfigurationError for an unknown rule, invalid speeds or an invalid regular expression, and PartitionError
     if the regular expression matches fewer unit calls than there are stages.

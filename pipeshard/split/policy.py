@@ -1,7 +1,7 @@
 """Policy: the units and parameters that a stage holds, shares and runs, derived from the Dataflow.
 
 If models are split by hand, each architecture needs a class that lists the layers, ties and forwards. Here the trace
-finds all of these, so the base class works for every model. A custom policy overrides only decisions that a trace
+finds this information, so the base class works for every model. A custom policy overrides only decisions that a trace
 cannot make: the costs of units, and the positions of the cuts.
 
 The model's glue runs on every stage, but each stage has only some of the activations, parameters and generators. Glue
@@ -45,17 +45,17 @@ class Policy:
 
     Args:
         stage: this process's rank in the pipeline, below `num_stages`.
-        partition: the rule by which stages are balanced: "auto" (costs), "uniform" (number of units), "parameters"
+        partition: the rule that balances the stages: "auto" (costs), "uniform" (number of units), "parameters"
             (number of parameters), "profile" (measured costs), "type:REGEX" (number of units whose class name matches,
             ignoring case), "speed:1.0,0.6" (costs divided by each rank's relative speed); or a list with the number of
             unit calls per stage, or with the names of the modules to cut after.
         scale: the size of a microbatch relative to the traced batch.
-        placement: the process of each part of the model; by default, each process runs one part.
+        placement: the process that runs each part of the model; by default, each process runs one part.
         costs: the costs of the unit calls, such as measured times; by default, estimated from the trace.
 
     Attributes:
-        tp_plan: the tensor-parallel plan for a base model that has no plan of its own; maps module names, with * for
-            numbers, to styles.
+        tp_plan: the tensor-parallel plan for a base model that has no plan of its own. The plan maps module names, with
+            * for numbers, to styles.
         chunks: the indices of the parts of the model that this process runs.
         partition: the Partition.
         stages: for each call of `flow`, the part of the model that runs it.
@@ -89,7 +89,7 @@ class Policy:
         refuse_overlaps(model, self.ownership.held)
 
     def distribute_layers(self, num_layers: int, num_stages: int) -> list[int]:
-        """The number of consecutive unit calls that each stage runs; the sum of these numbers is `num_layers`."""
+        """The number of consecutive unit calls that each stage runs. The sum of these numbers is `num_layers`."""
         by = self.partition_by
         if isinstance(by, str):
             weights, forbidden = self.weights(num_stages), forbidden_cuts(self.flow)
@@ -207,9 +207,9 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     k, and `placement` the process of each part.
 
     Glue must not branch on activations or parameters, since each stage has only its own. The last stage also has the
-    inputs of the loss and the outputs, so glue after the last unit may branch on these. A forward must not leave state
-    for the next forward that no single stage can update: parameters that glue changes; or generators, counters and
-    buffers (of a shared batch norm) that several stages update.
+    inputs of the loss and the outputs, so glue after the last unit may branch on these values. A forward must not leave
+    state for the next forward if no single stage can update this state: parameters that glue changes, or generators,
+    counters and buffers (of a shared batch norm) that several stages update.
     """
     if len(placement) == 1:
         return
@@ -309,13 +309,13 @@ def refuse_backward_hooks(
 
 
 def is_plain(policy: type[Policy]) -> bool:
-    """Whether a policy overrides no method of Policy. It may still define a tensor-parallel plan."""
+    """Whether a policy overrides no method of Policy. The policy may still define a tensor-parallel plan."""
     own = policy.__mro__[: policy.__mro__.index(Policy)]
     return not any(hasattr(Policy, name) and callable(value) for each in own for name, value in vars(each).items())
 
 
 SHIPPED = "pipeshard.policies"  # the package with the tensor-parallel plans
-ENTRY_POINTS = "pipeshard.policies"  # the group; the name of an entry point is a model type, and its value a Policy
+ENTRY_POINTS = "pipeshard.policies"  # the group of the entry points that map a model type to a Policy
 _REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
@@ -334,9 +334,9 @@ def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], Pol
 
 
 def find_policy(model: nn.Module) -> type[Policy]:
-    """The policy registered for the model's class, a base class of it, or the model's `config.model_type`. Otherwise,
-    the policy of an installed package's entry point, the policy in the folder policies/, or Policy itself, in this
-    order. For a PeftModel, this is the policy of the base model, unless a policy is registered for the PeftModel.
+    """The policy registered for the model's class, for one of its base classes, or for the model's `config.model_type`.
+    Otherwise, the first of: the policy of an installed package's entry point, the policy in the folder policies/, and
+    Policy itself. A PeftModel has the policy of its base model, unless a policy is registered for the PeftModel.
 
     Raises ConfigurationError if several entry points match, or if the entry point does not load a Policy.
     """

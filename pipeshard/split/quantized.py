@@ -23,9 +23,9 @@ SKIPS = {"bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_con
 
 
 def quantize_blank(model: Any, config: Any) -> None:
-    """Replace linear layers of a transformers model on meta with quantized layers; transformers selects the layers.
+    """Replace linear layers of a transformers model on meta with quantized layers. transformers selects the layers.
 
-    Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit and 8-bit and torchao's int8 weights,
+    Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit or 8-bit or torchao's int8 weights,
     for a library that cannot be imported, and for a layer that cannot be quantized.
     """
     refuse_other_ways(config)
@@ -119,7 +119,7 @@ def refuse_to_save() -> bool:
 
 def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
     """Raise ConfigurationError for a layer that transformers would quantize, but that was not replaced with a quantized
-    one."""
+    layer."""
     if not isinstance(module, Packed):
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(
@@ -130,8 +130,8 @@ def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
 
 
 def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str], method: str) -> None:
-    """Raise ConfigurationError if quantization has broken a tie; `before` and `after` map each parameter name to its
-    first name."""
+    """Raise ConfigurationError if quantization has broken a tie. `before` and `after` map each parameter name to the
+    first name of the same parameter."""
     for name, first in before.items():
         if after[name] != first:
             layer = name.rpartition(".")[0]

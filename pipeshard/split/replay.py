@@ -105,7 +105,7 @@ class Again:
 
 
 class Replay:
-    """Answers the unit calls of one stage's model; `held` are the names of the units that this stage runs."""
+    """Answers the unit calls of one stage's model. `held` contains the names of the units that this stage runs."""
 
     def __init__(
         self, model: nn.Module, units: Mapping[str, nn.Module], held: frozenset[str], stage: int, device: torch.device
@@ -124,14 +124,14 @@ class Replay:
         self._zeros: Zeros | None = None  # set while zeros are tracked
 
     def free_blanks(self) -> None:
-        """Discard the blanks that were not used since `free_blanks` was last called. If none was used, keep all."""
+        """Discard the blanks that were not used since the last `free_blanks`. If no blank was used, keep all blanks."""
         self._blanks, self._used = (self._used or self._blanks), {}
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
         """Context manager for a microbatch on a route. Tracks the zeros that replace unsent values, and yields the
         tracker, or None if no zeros are tracked. Zeros are tracked only in the route's first microbatch, unless code
-        after the last unit branches on activations: each microbatch may then read results that the trace did not."""
+        after the last unit branches on activations: a microbatch may then read results that the trace did not read."""
         has_branches = route.flow.has_branches and route.stop is None
         if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None
@@ -160,7 +160,7 @@ class Replay:
         try:
             # The stage leaves the forward after `stop` calls. It runs to the end if `stop` is None, and does not start
             # the forward if `stop` is 0 (a stage without units).
-            # This restores the grad mode: the stage may leave the forward while gradients are disabled.
+            # set_grad_enabled restores the grad mode: the stage may leave the forward while gradients are disabled.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 output = batch.call(self.model) if route.stop != 0 else None
         except StageDone:
@@ -269,7 +269,7 @@ class Replay:
             run.inside = False
 
     def _observed(self, step: Step, run: Run) -> list[Any]:
-        """The values at the places that code on other stages reads, before a unit runs."""
+        """The values, before a unit runs, at the places that code on other stages reads."""
         if not self.proves or run.listener is not None:
             return []
         return [value_at(place, self.units[step.unit]) for place, _ in step.observed]
@@ -330,7 +330,7 @@ class Replay:
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
         """The leaves of a held unit's result. Raises TraceError if their structure, dtypes or constants differ from the
-        trace, or if a leaf requires a gradient that did not in the trace."""
+        trace, or if a leaf requires a gradient but did not in the trace."""
         tree = step.parts[0].tree
         if step.tensors:  # the most frequent case
             leaves = [result] if tree.is_leaf() else list(result) if type(result) is tuple else []
@@ -372,7 +372,7 @@ class Replay:
             return tensor.clone() if leaf in run.route.flow.written else tensor
         if not isinstance(leaf, Blank):
             return leaf if shape is None else shape  # a constant, or a number computed from the batch's sizes
-        # No code writes to values outside the result, so their blanks store one element: attentions may be large.
+        # No code writes to values outside the result, so such blanks store one element: attention weights may be large.
         blank = self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
         if self._zeros is not None and (leaf.is_zero or self._zeros.has_branches):
             self._zeros.add(blank, run.route.steps[run.next - 1].unit)

@@ -5,7 +5,7 @@ microbatches of one stage interleave. So each recomputation restores the random 
 contents of lists and objects among the arguments. A tensor argument that was changed in place is an error.
 
 The calls that a stage runs, the values that it receives for other calls, and the values that it keeps for later stages
-follow from the Dataflow and the partition. A Route computes all of this once, for all microbatches on it.
+follow from the Dataflow and the partition. A Route computes these calls and values once, for all of its microbatches.
 """
 
 import bisect
@@ -77,7 +77,7 @@ class Recompute:
     def calls(
         self, flow: Dataflow, stages: Sequence[int], stage: int, units: Mapping[str, nn.Module]
     ) -> frozenset[int]:
-        """The indices of the calls of `stage` that are recomputed; `stages[k]` is the stage of call k."""
+        """The indices of the calls of `stage` that are recomputed. `stages[k]` is the stage of call k."""
         here = [k for k, s in enumerate(stages) if s == stage and not flow.calls[k].is_cut]
         able = [k for k in here if can_run_again(flow.calls[k], units[flow.calls[k].unit])]
         if self.classes is not None:
@@ -111,7 +111,7 @@ def run_again(
     second: Callable[[], AbstractContextManager[None]],
     save: MoveAway | None = None,
 ) -> Callable[..., Any]:
-    """Wrap the forward of `unit` so that it keeps only its arguments and is recomputed in the backward pass; in
+    """Wrap the forward of `unit` so that it keeps only its arguments and is recomputed in the backward pass. In
     between, `save` may move tensor arguments elsewhere.
 
     `second` returns a context manager for the second run. This context manager must restore the random state of the
@@ -174,15 +174,15 @@ LENGTHS = 64  # maximum number of batch shapes whose sizes a route caches
 
 
 class Blank(NamedTuple):
-    """A placeholder for an activation that no result may depend on. `fill` is chosen to reveal a result that does."""
+    """A placeholder for an activation. No result may depend on a placeholder, and `fill` reveals such results."""
 
     dtype: torch.dtype
     fill: float
 
     @classmethod
     def of(cls, dtype: torch.dtype, is_touched: bool) -> Self:
-        """A blank of this dtype. A floating-point or complex blank is NaN, and an integer is not a valid index or size.
-        A boolean, or an integer with which glue computes (`is_touched`, see `Zeros`), is 0."""
+        """A blank of this dtype: NaN for floating-point and complex dtypes, 0 for booleans and for integers with which
+        glue computes (`is_touched`, see `Zeros`), and an invalid index and size for all other integers."""
         if dtype.is_floating_point or dtype.is_complex:
             return cls(dtype, float("nan"))
         return cls(dtype, 0 if is_touched or dtype is torch.bool else torch.iinfo(dtype).max - 1)
@@ -205,18 +205,18 @@ class Step:
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
 
-    # Of a replayed step
+    # Fields of a replayed step
     numbers: tuple[int, ...] = ()  # for each entry of `leaves`, its index among all leaves of the call
     plain: bool = False  # whether a result with one leaf is the only output
 
-    # Of a held step
+    # Fields of a held step
     keeps: tuple[Value, ...] = ()  # the values that leave the stage
-    modules: frozenset[str] = frozenset()  # modules inside the unit that return some of them
-    places: tuple[Source, ...] = ()  # where the unit stores some of them
+    modules: frozenset[str] = frozenset()  # modules inside the unit that return kept values
+    places: tuple[Source, ...] = ()  # where the unit stores kept values
     again: bool = False  # whether the call is recomputed in the backward pass
     alone: bool = False  # whether no other stage's forward reaches the call
     tensors: tuple[TensorSpec, ...] = ()  # the specs of a result that is a tensor, or a tuple of tensors
-    observed: tuple[tuple[PlacePath, range | None], ...] = ()  # what other stages' code reads: place, leaves left there
+    observed: tuple[tuple[PlacePath, range | None], ...] = ()  # places that other stages' code reads, and their leaves
 
     @property
     def aside(self) -> bool:
@@ -227,8 +227,8 @@ class Step:
 @dataclass(frozen=True)
 class Route:
     """One stage's path through one Dataflow, with a step per unit call. The stage leaves the forward after `stop` steps
-    (None: it runs to the end). `inputs` are the batch's leaves whose values the stage reads; with `whole`, it keeps
-    all leaves. `spoiled` is the state for the next forward that the stage's glue cannot compute because inputs are
+    (None: at the end). `inputs` are the batch's leaves whose values the stage reads. With `whole`, the stage keeps all
+    leaves. `spoiled` is the state for the next forward that the stage's glue cannot compute because inputs are
     missing. `proven` has the held steps whose changes of state have been checked (-2: zeros have been tracked)."""
 
     stage: int
@@ -335,8 +335,8 @@ def _held_step(
 
 
 def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[tuple[PlacePath, range | None]]:
-    """The places in reach of this call's unit that code on other stages reads, each with the range of the plain values
-    that the call leaves there, or None."""
+    """Yield the places in reach of this call's unit that code on other stages reads, each with the range of the plain
+    values that the call leaves there, or None."""
     call = flow.calls[index]
     left = {part.source.place: numbers for part, numbers in call.answered}
     for unit, place, readers in flow.observed:
@@ -347,7 +347,7 @@ def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[
 
 
 def is_read_far(readers: Collection[int], stages: Sequence[int], stage: int) -> bool:
-    """Whether code on another stage than `stage` is among the `readers` of an Observed."""
+    """Whether code on a stage other than `stage` is among the `readers` of an Observed."""
     return any(reader < 0 or stages[reader] != stage for reader in readers)
 
 

@@ -23,7 +23,7 @@ from pipeshard.split.initialize import number
 from pipeshard.split.ties import kept_tied
 
 BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
-# The attributes of every module (mode, hooks, parameters, buffers), and the one that `without_weakrefs` sets.
+# The attributes of every module (mode, hooks, parameters, buffers), and the attribute of `without_weakrefs`.
 MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), WEAKREFS))
 
 
@@ -33,8 +33,8 @@ class Blueprint:
     the skeleton was made.
 
     `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
-    original plain attributes, entries of the collections in them), and `versions` each parameter with its version,
-    which writes increase. (Buffers are omitted, since a trace also writes to them.)
+    original plain attributes, entries of the collections in them). `versions` lists each parameter with its version,
+    which every write increases. (Buffers are omitted, since a trace also writes to buffers.)
     """
 
     place: int
@@ -47,9 +47,9 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     """Call `construct()` on meta, and return the module, which has names, shapes and attributes but no values. The
     user's generators do not change.
 
-    `build_layer` later calls `make()` for the values. These depend on the seed and on `place`, the layer's number.
+    `build_layer` later calls `make()` for the values. The values depend on the seed and on `place`, the layer's number.
     Raises ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if
-    the returned module contains a module that existed before: its values would be lost.
+    the returned module contains an existing module, whose values would be lost.
     """
     restore_meta_kernels()
     refusal = explained(
@@ -102,7 +102,7 @@ def skeletons(model: nn.Module) -> list[nn.Module]:
 def build_layer(module: nn.Module, seed: int) -> None:
     """Call a skeleton's constructor on the default device, and give the skeleton the values of the new module.
 
-    The values depend only on the seed and the layer's number; the user's random generators do not change. Modules and
+    The values depend only on the seed and the layer's number. The user's random generators do not change. Modules and
     parameters stay the same objects, so that optimizers, hooks and ties still refer to them. Parameters that already
     have values, and attributes set since the skeleton was made, are kept. Raises ConfigurationError if the constructor
     fails, or builds a module with different names or shapes, and for a parameter that was modified on meta.
@@ -178,8 +178,8 @@ class Taken(NamedTuple):
 
 
 def _unchanged(place: Taken, before: Any, parts: dict[int, Any], around: tuple[Any, ...] = ()) -> Iterator[Taken]:
-    """Yield `place` if its entries are still those `before`. Otherwise, yield the unchanged places in its collection,
-    which stays the same object."""
+    """Yield `place` if its entries still equal `before`. Otherwise, yield the unchanged places in the collection at
+    `place`, which stays the same object."""
     now, built = place.now, place.built
     if _are_same(_entries(now, around), before):
         yield place
@@ -212,8 +212,8 @@ def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, part
 
 
 def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None:
-    """Add to `parts` objects in `now` that `deepcopy` must not copy. `before` is the corresponding value in the
-    skeleton: an object that both contain exists outside the layer."""
+    """Add the objects in `now` that `deepcopy` must not copy to `parts`. `before` is the corresponding value in the
+    skeleton: an object that both values contain exists outside the layer."""
     if before is now:
         parts.setdefault(id(now), now)
     if type(before) is not type(now) or id(now) in parts or id(now) in seen:
@@ -225,7 +225,7 @@ def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None
 
 
 def _is_copyable(value: Any) -> bool:
-    """Whether deepcopy can copy a value. It cannot copy a lock, a stream or the result of an operator."""
+    """Whether deepcopy can copy a value: deepcopy cannot copy a lock, a stream or the result of an operator."""
     if isinstance(value, Tensor):
         return value.is_leaf
     try:

@@ -2,9 +2,9 @@
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
 split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
-from transformers. One style is added for models without a plan in transformers: modules that store a number of heads in
-an attribute. One style replaces that of transformers: the first projection of latent attention. Expert parallelism uses
-another plan: each rank holds some experts of each layer.
+from transformers. For models without a plan in transformers, `Divided` is added: the style of modules that store a
+number of heads in an attribute. `LatentProjection` replaces transformers' style for the first projection of latent
+attention. Expert parallelism uses another plan, in which each rank holds some experts of each layer.
 """
 
 import copy
@@ -35,7 +35,7 @@ EXAMPLES = {
     "tp": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}',
     "ep": f'{{"layers.*.mlp.experts": "{DISPATCH}", "layers.*.mlp.experts.gate_up_proj": "{EXPERTS}", ...}}',
 }
-INSTEAD = "more stages, fsdp=True or zero_stage=1"  # what else reduces the memory of a rank
+INSTEAD = "more stages, fsdp=True or zero_stage=1"  # other ways to reduce the memory of a rank
 
 
 def plan_of(
@@ -46,8 +46,8 @@ def plan_of(
     ep_size: int = 1,
     ep_plan: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The style of every module and parameter that is sharded across the ranks of a stage. The styles are those of the
-    user's plan, of the model's own `tp_plan` (with `ep_size`, its `ep_plan`), or of the policy's `tp_plan` for the base
+    """The style of every module and parameter that is sharded across the ranks of a stage. The styles come from the
+    user's plan, the model's own `tp_plan` (with `ep_size`, its `ep_plan`), or the policy's `tp_plan` for the base
     model, in this order of precedence.
 
     Raises ConfigurationError for a model that cannot be sharded, and for a plan that does not fit the model.
@@ -138,7 +138,7 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
     """Raise ConfigurationError if `size` does not divide a number of experts, or if the plan does not shard all weights
     of the experts, or shards weights of a module that runs all experts. Sharded experts must not have dropout, a kernel
-    that needs all experts, or a tensor with an entry for each expert that is not a parameter."""
+    that needs all experts, or a tensor other than a parameter with an entry for each expert."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int):
@@ -203,7 +203,7 @@ def style_of(name: str, by: str = "tp") -> Any:
 
 
 def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[str, str]:
-    """The styles inside a sharded layer with LoRA: lora_B of a colwise layer is sharded, and lora_A of a rowwise layer.
+    """The styles inside a sharded layer with LoRA: a colwise layer shards lora_B, and a rowwise layer shards lora_A.
 
     Raises ConfigurationError for other adapters, for variants such as DoRA, which need full matrices, and for dropout
     before a rowwise layer.
@@ -224,7 +224,7 @@ def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[
 
 
 def _rooted(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan of the base model, with its names translated to those of `model`."""
+    """A plan of the base model, with its names translated to the names in `model`."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return {f"{prefix}.{rule}" if prefix and hasattr(model, prefix) else rule: style for rule, style in plan.items()}
 
@@ -297,7 +297,7 @@ class Experts:
         inside = {"num_experts": module.num_experts // mesh.size()}
         if hasattr(module, "_is_expert_parallel"):
             inside["_is_expert_parallel"] = True
-        else:  # it may omit experts that no token has chosen; kernels of transformers do not
+        else:  # unlike transformers' kernels, this forward may omit experts that no token has chosen
             module.forward = _connected(module, module.forward)
         with replaced(module, **inside):
             EpDispatchExpertsParallel().install_forward(module, mesh, tp_mesh=mesh, ep_implementation="all_reduce")
@@ -311,9 +311,9 @@ class Experts:
 
 
 def _connected(module: Any, plain: Any) -> Any:
-    """The forward `plain` of experts. In autograd, its output depends on the tokens and their weights even if no token
-    chooses an expert of this rank, so that this rank takes part in the sums of the backward pass. If no token chooses
-    one, the output also depends on the module's own parameters: their gradients are zeros, as in one process."""
+    """Wrap the forward `plain` of experts. In autograd, the output depends on the tokens and their weights even if no
+    token chooses an expert of this rank, so that this rank takes part in the sums of the backward pass. In this case,
+    the output also depends on the module's own parameters, whose gradients are then zeros, as in one process."""
 
     def forward(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         output: Tensor = plain(tokens, index, weights)
@@ -330,9 +330,10 @@ def _connected(module: Any, plain: Any) -> Any:
 class LatentProjection:
     """The style of the first projection in multi-head latent attention, which each rank computes in full.
 
-    Its first features, the latent, are the input of a colwise layer, which sums their gradients over the ranks. Its
-    last features, the rotary key, go directly to each rank's own heads: their gradients are summed here. transformers'
-    own style reads the number of these features from a config that only transformers' loading assigns to the module.
+    The first features, the latent, are the input of a colwise layer, which sums their gradients over the ranks. The
+    last features, the rotary key, go directly to each rank's own heads, so this style sums their gradients.
+    transformers' own style reads the number of rotary features from a config that only transformers' loading assigns to
+    the module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -360,7 +361,7 @@ class LatentProjection:
 
 
 # The style of a module between sharded modules: each rank has a partial sum of its gradients. transformers sums the
-# gradients after every backward pass, so accumulated gradients count several times; here, they are summed once a step.
+# gradients after every backward pass, so accumulated gradients count several times. Here, they are summed once a step.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
@@ -374,7 +375,7 @@ def slice_parameters(
 ) -> set[str]:
     """Shard the parameters that are both in `held` (names) and in the plan across the ranks of `mesh`.
 
-    The parameters become DTensors; each rank takes its shard from its own values. The modules' forwards are replaced
+    The parameters become DTensors. Each rank takes its shard from its own values. The modules' forwards are replaced
     with forwards of parallel layers, which communicate activations. A parameter with several names is sharded once. If
     the plan shards these names in different ways, or if glue reads the parameter (`of_glue`), the parameter is not
     sharded. Returns the names of unsharded parameters whose gradients the ranks must sum.
@@ -434,8 +435,8 @@ def _slice(layer: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
-    """Replace the forward of `module` with that of a parallel layer. If `module` is a unit, its Interception wraps the
-    new forward, since the Interception must handle the same calls and results as before."""
+    """Replace the forward of `module` with the forward of a parallel layer. If `module` is a unit, its Interception
+    wraps the new forward, since the Interception must handle the same calls and results as before."""
     interception = module.__dict__.get("forward")
     if isinstance(interception, Interception):
         module.forward = interception.original

@@ -4,8 +4,8 @@ Architectures list their tied weights in different ways, or not at all. For a mo
 lists are out of date. Two names of one object are trained as one parameter, so only object identity counts here.
 
 A stage holds a parameter if it runs one of the parameter's units, or if its glue reads the parameter. So several stages
-may hold a tied weight, and one process may run several parts of the model. To save, compare or broadcast values, all
-ranks must select the same stage.
+may hold a tied weight. In addition, one process may run several parts of the model. To save, compare or broadcast
+values, all ranks must select the same stage.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def glue_parameters(flow: Dataflow) -> frozenset[str]:
 
 
 def used_parameters(model: nn.Module, flow: Dataflow) -> set[nn.Parameter]:
-    """The parameters of the units that the traced batch calls, and those that glue reads."""
+    """The parameters of the units that the traced batch calls, and the parameters that glue reads."""
     named = dict(model.named_parameters())
     used = {parameter for call in flow.calls for parameter in model.get_submodule(call.unit).parameters()}
     return used.union(named[name] for name in glue_parameters(flow))
@@ -134,11 +134,11 @@ def _end(parameter: nn.Parameter, became: Mapping[nn.Parameter, nn.Parameter]) -
 def analyze_tied_weights(
     model: nn.Module, stages: Mapping[str, int] | None = None
 ) -> list[tuple[tuple[str, int], ...]]:
-    """The groups of tied names, each a sorted tuple of (name, stage), sorted.
+    """The sorted list of the groups of tied names. Each group is a sorted tuple of (name, stage).
 
     `stages` maps names of modules (or parameters) to stages. A parameter that is not in `stages` has the stage of its
-    nearest ancestor in `stages`, or stage 0 if there is none. Works on meta, and must be called before
-    `to_empty`, which loses the ties. The result is the same on every rank.
+    nearest ancestor in `stages`, or stage 0 if no ancestor is in `stages`. The model may be on meta. Call this function
+    before `to_empty`, which loses the ties. The result is the same on every rank.
     """
 
     def stage(name: str) -> int:
@@ -178,7 +178,7 @@ class Ownership:
         return [stage for stage, held in enumerate(self.held) if name in held]
 
     def shared(self) -> dict[str, list[int]]:
-        """For each parameter that several stages hold, these stages. The order of the parameters is the same on every
+        """Map each parameter that several stages hold to these stages. The order of the parameters is the same on every
         rank."""
         return {name: stages for name in sorted(set().union(*self.held)) if len(stages := self.holders(name)) > 1}
 
@@ -199,8 +199,8 @@ class Ownership:
     def initializer(self, name: str) -> int:
         """The stage from which all holders of a parameter copy its initial value.
 
-        This is the holder that runs the unit of the parameter's first name or, if there is none, the first holder. The
-        first holder does not always run the first of the units, since a rank may hold several chunks.
+        The initializer is the holder that runs the unit of the parameter's first name or, if there is none, the first
+        holder. The first holder does not always run the first of the units, since a rank may hold several chunks.
         """
         holders = self.holders(name)
         return next((stage for stage in self._running(name) if stage in holders), min(holders))
@@ -236,7 +236,7 @@ def held_parameters(
 ) -> list[set[str]]:
     """The first names of the parameters that each stage holds: all parameters of its units, and the parameters that its
     glue reads. An unused parameter is on the last stage that holds the nearest used parameter registered before it. If
-    several stages hold a name, they share this parameter.
+    several stages hold the same name, these stages share the parameter.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     held: list[set[str]] = [set() for _ in range(num_stages)]
