@@ -1,7 +1,8 @@
 """Planner: estimates of a pipeline's memory and time, without running it.
 
-`plan` traces a model (also on meta) at the sizes of a microbatch, cuts it for each schedule, simulates the schedules,
-and recommends one. `profile_units` measures the times of the units, if the estimates are not accurate enough.
+`plan` traces a model (also on meta) at the sizes of a microbatch, cuts the model for each schedule, simulates the
+schedules, and recommends a schedule. `profile_units` measures the times of the units, if the estimates are not accurate
+enough.
 """
 
 from pipeshard.planner.plan import Plan

@@ -32,7 +32,7 @@ CHUNKS_TRIED = 2, 3, 4  # stages per rank, assigned to the ranks in a loop; two 
 TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `tightness` for `estimate`
 ESTIMATES = 1500  # changes of cuts tried per tightness
 RETRIES = 10  # attempts to find a legal change of cuts
-PROMISING = 1.1  # a placement is searched if its starting program takes at most this multiple of the fastest one's time
+PROMISING = 1.1  # a placement is searched if its starting program takes at most this multiple of the fastest time
 PLACEMENTS = 5, 2  # number of placements searched in the first and the second round
 REFINED, SEEDS = 3, (0, 1)  # the number of solutions that are refined inside layers, and the random seeds for each
 SLACK = 0.005  # fraction by which a step may become slower while a solution is refined
@@ -147,8 +147,8 @@ class Cutter:
 
     def search(self, start: Choice, time: float, actions: int, slack: float = 0.0) -> Found:
         """Search from `start`, whose step takes `time`, by scheduling at most `actions` actions. Return the fastest
-        choice found. The search may also move to choices that are slower than the fastest one, at first by up to the
-        fraction `slack`, and at the end by none."""
+        choice found. The search may also move to choices that are slower than the fastest choice, by a fraction that
+        falls from `slack` to 0."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *anneal(start, time, self.time, self.change, tries, slack), self
 
@@ -200,7 +200,7 @@ def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | Non
 
 
 def refined(subject: Subject, found: Sequence[Found]) -> Iterator[Found]:
-    """For solutions whose cuts are between layers, search for cuts inside layers. Yields the solutions that become
+    """For each solution whose cuts are between layers, search for cuts inside layers. Yields the solutions that become
     faster."""
     places = places_inside(subject) if found else None
     for (time, (edges, rule), cutter), seed in itertools.product(found if places else (), SEEDS):

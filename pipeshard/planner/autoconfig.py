@@ -130,10 +130,10 @@ class AutoConfig(Layout):
     """A layout and a schedule that fit in memory, with the shortest (or nearly the shortest) step time. Returned by
     `AutoConfig.choose`.
 
-    `partition` is the number of unit calls of each stage. `time` is the time of a step in `unit`: "seconds" if units
-    were measured or `tflops` was given, otherwise "relative", where 1 is the time of a step in which no rank is ever
-    idle. `considered` lists every combination of layout and schedule that was compared, the fastest first. Combinations
-    for which the model cannot be cut are last.
+    `partition` is the number of unit calls of each stage. `time` is the time of a step in `unit`. `unit` is "seconds"
+    if units were measured or `tflops` was given. Otherwise, `unit` is "relative": 1 is the time of a step in which no
+    rank is ever idle. `considered` lists every combination of layout and schedule that was compared, the fastest first.
+    Combinations for which the model cannot be cut are last.
     """
 
     schedule: str
@@ -176,7 +176,7 @@ class AutoConfig(Layout):
     ) -> Self:
         """Choose the layout and the schedule for `ranks` ranks by simulating steps of `global_batch` samples.
 
-        Arguments not listed here are the same as in `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
+        Arguments not listed here are the same as in `pipeshard.plan`. `batch` has at least `microbatch_size` samples,
         or is None. Of the combinations that are at most 3 % slower than the fastest, `choose` returns the one with the
         fewest stages and, of these, the one with the simplest schedule. Without `link`, messages take no time. The time
         to reduce gradients across replicas is never counted, so without `device_memory`, replicas of the unsplit model
@@ -187,10 +187,10 @@ class AutoConfig(Layout):
                 compare `time`. Only measured times (`partition="profile"`) show the benefit of larger microbatches.
             schedules: the schedules to choose from.
             pp_size: the largest number of stages; by default `ranks / tp_size`.
-            device_memory: one value for all ranks, or one per rank, as for `device_speed`. A stage is assumed to have
-                the smallest memory, the lowest speed and the slowest link of its ranks in all replicas.
-            tp_size: the number of ranks across which each stage is sharded; a layout divides `ranks / tp_size` into
-                stages and replicas.
+            device_memory: one value for all ranks, or one value per rank, as for `device_speed`. A stage is assumed to
+                have the smallest memory, the lowest speed and the slowest link of its ranks in all replicas.
+            tp_size: the number of ranks across which each stage is sharded. In a layout, the number of stages times the
+                number of replicas is `ranks / tp_size`.
             link: one link between any two ranks, or a list of links, one from each rank to the next.
 
         Raises ConfigurationError if no layout is legal, PartitionError if the model cannot be cut for any layout or no

@@ -66,7 +66,7 @@ def metered(
 @dataclass
 class Capture:
     """The arguments of a unit call. `made_up` contains the indices of the tensors that depend on results of other
-    units, so the trace has no values for them."""
+    units: the trace has no values for these tensors."""
 
     leaves: list[Any]
     made_up: frozenset[int]
@@ -148,9 +148,9 @@ def fit(
     of calls of each stage, or None if no such partition was found. `speeds` is the same as in `balance`.
 
     With one stage per rank, a rank's memory depends only on its own calls, and dynamic programming finds the best
-    partition. With several stages per rank, the search is best-first: if a rank exceeds its limit, one of the rank's
-    stages must become smaller, so for each of these stages, the search adds the best partition in which this stage is
-    smaller. It visits at most `TRIES` partitions, in the order of their cost.
+    partition. With several stages per rank, the search is best-first. If a rank exceeds its limit, one of the rank's
+    stages must become smaller. For each of these stages, the search adds the best partition in which this stage is
+    smaller. The search visits at most `TRIES` partitions, in the order of their cost.
     """
     order = itertools.count()
     num_stages = len(program.placement)
@@ -192,7 +192,7 @@ def fit(
 
 
 def _alone(moments: Sequence[Moment]) -> list[StagePart]:
-    """The parts during which a stage alone must fit in memory: all parts if it is the only stage of its rank, otherwise
+    """The parts during which a stage alone must fit in memory: all parts if its rank has no other stage, otherwise
     FIRST."""
     return [part for ((_, part),) in moments] if len(moments[0]) == 1 else [FIRST]
 
@@ -225,8 +225,8 @@ class Subject:
 
     `forms` are the forms of the parameters under `training`. `in_seconds` is whether the costs are in seconds.
     `devices` are the devices of the pipeline's ranks. `again` returns the Subject of the same model with a partition by
-    module names, which may be inside layers; it is None if cuts inside layers are not supported. `known_sums`, if not
-    empty, replaces the `sums` computed from `costs`, which have rounding errors. If the policy's own `costs` has
+    module names, which may be inside layers. `again` is None if cuts inside layers are not supported. If not empty,
+    `known_sums` replaces the `sums` computed from `costs`, which have rounding errors. If the policy's own `costs` has
     changed the costs, `before_policy` contains the total cost of each call before the change.
     """
 
@@ -260,18 +260,19 @@ class Subject:
         return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
-        """A copy of the subject for `dp_size` replicas. Both share the policies."""
+        """A copy of the subject for `dp_size` replicas. The copy shares the policies of the subject."""
         training = replace(self.training, dp_size=dp_size)
         return replace(self, training=training, footprint=self.footprint.trained(training))
 
     def on(self, devices: Devices) -> "Subject":
-        """A copy for these devices. If their speeds differ, a partition by cost takes the speeds into account."""
+        """A copy of the subject for these devices. If speeds differ, a partition by cost takes the speeds into
+        account."""
         is_unequal = by_cost(self.partition) and len({*devices.speeds}) > 1
         partition = devices.partition if is_unequal else self.partition
         return replace(self, devices=devices, partition=partition)
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
-        """The policy for this partition and placement. Schedules with the same placement share it."""
+        """The policy for this partition and placement. Schedules with the same placement share the policy."""
         key = str(partition), placement
         if key not in self.policies:
             ranks, costs = max(placement) + 1, self.before_policy or [sum(cost) for cost in self.costs]
@@ -283,8 +284,8 @@ class Subject:
 class Candidate:
     """The model cut into the stages of `program`.
 
-    A partition given as a rule, such as "auto", is replaced with one that fits, if a rank would exceed its limit and
-    such a partition is found; `moved` is then True. Raises PartitionError if the model cannot be cut.
+    If a rank would exceed its limit, a partition given as a rule, such as "auto", is replaced with a partition that
+    fits, if one is found. `moved` is then True. Raises PartitionError if the model cannot be cut.
     """
 
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:

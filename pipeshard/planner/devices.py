@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks: `bandwidth` in bytes per second in each direction, `latency` of a message in
-    seconds."""
+    """A connection between two ranks, with its `bandwidth` in bytes per second in each direction, and the `latency` of
+    a message in seconds."""
 
     bandwidth: float
     latency: float = 0.0
 
     @classmethod
     def parse(cls, text: Any) -> Self:
-        """Parse a string such as "50GB/s,10us" or "400Gbit/s". A Link is returned as it is. Raises ConfigurationError
-        for other values."""
+        """Parse a string such as "50GB/s,10us" or "400Gbit/s". Return a Link unchanged. Raises ConfigurationError for
+        other values."""
         if isinstance(text, cls):
             return text
         bandwidth, comma, latency = str(text).partition(",")
@@ -69,9 +69,9 @@ def _joined(links: Sequence[Link]) -> Link:
 class Devices:
     """The devices of a pipeline's ranks.
 
-    `memory` is the limit of each rank in bytes (empty: no limit), `speeds` the relative speed of each rank. `links`
-    contains a single link, between any two ranks, or one link from each rank to the next. Without links, messages take
-    no time.
+    `memory` contains the limit of each rank in bytes (empty: no limit), and `speeds` the relative speed of each rank.
+    `links` contains a single link, between any two ranks, or one link from each rank to the next. Without links,
+    messages take no time.
     """
 
     memory: tuple[int, ...]
@@ -122,7 +122,7 @@ class Devices:
 
     def transfers(self, placement: Sequence[int], sizes: Iterable[tuple[float, float]]) -> dict[str, list[float]]:
         """The durations of messages for `simulate_parts`, in seconds: `latency` for the message to each stage, and
-        `returned` for the gradients that the stage sends back. {} without links.
+        `returned` for the gradients that the stage sends back. Returns {} without links.
 
         `sizes` contains the bytes of these two messages for each stage. A message passes through all links between its
         two ranks.

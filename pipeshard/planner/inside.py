@@ -23,7 +23,7 @@ SHARE = 0.1  # the smallest fraction of a layer's cost that a cut inside the lay
 @dataclass(frozen=True)
 class Inside:
     """A `subject` in which the children of layers are units. For each call of the model with whole layers, `edges`
-    contains the index of the first corresponding call in `subject`; the last entry is the number of calls in `subject`.
+    contains the index of the first corresponding call in `subject`. The last entry is the number of calls in `subject`.
     `names` maps each call before which a cut is possible to the name of the module before the cut. `inner` contains the
     keys of `names` that are inside a layer. For a cut before each call, `sent` contains the bytes that cross the cut,
     and the bytes of the gradients that are sent back."""
@@ -59,9 +59,9 @@ def places_inside(subject: Subject) -> Inside | None:
 
 
 def opened_layers(subject: Subject, names: Sequence[str]) -> Subject:
-    """Study the model of `subject` with the modules `names` as partition. In layers that contain such a module, the
-    children are units, and the layer's cost is divided among them. Raises PartitionError if the model cannot be cut
-    this way or calls its units in a different order, and TraceError if it cannot be traced."""
+    """Study the model of `subject` with the module names `names` as partition. In layers that contain such a module,
+    the children are units, and the layer's cost is divided among the children. Raises PartitionError if the model
+    cannot be cut this way or calls its units in a different order, and TraceError if the model cannot be traced."""
     if subject.again is None:
         raise PartitionError("the model cannot be cut inside its layers")
     made = subject.again(names)
@@ -86,9 +86,9 @@ def divided_cost(whole: Cost, parts: Sequence[Cost]) -> list[Cost]:
 
 
 def call_edges(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
-    """For each call of `whole`, the index of the first corresponding call of `fine`; finally, the number of calls of
-    `fine`. Raises PartitionError unless `fine` has the calls of `whole` in the same order, where consecutive calls of
-    modules inside a unit may replace a call of the unit."""
+    """For each call of `whole`, the index of the first corresponding call of `fine`. The last entry is the number of
+    calls of `fine`. Raises PartitionError unless `fine` has the calls of `whole` in the same order, except that
+    consecutive calls of modules inside a unit may replace a call of the unit."""
     edges, known = [0], {call.unit for call in fine.calls}
     for call in whole.calls:
         end = edges[-1]
@@ -116,8 +116,8 @@ def _openings(model: nn.Module, flow: Dataflow) -> list[str]:
 
 
 def _first_child(name: str, unit: nn.Module) -> str:
-    """The name of the first child with parameters, if `unit` has several. The result for the child if `unit` has only
-    one, and "" if it has none."""
+    """The name of the first child with parameters if `unit` has several such children, the result for the only such
+    child if `unit` has one, and "" if `unit` has none."""
     children = [each for each in unit.named_children() if next(each[1].parameters(), None) is not None]
     if not children:
         return ""

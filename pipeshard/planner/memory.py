@@ -139,12 +139,12 @@ class Training:
     "none" has none. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers; "trainer_adamw_8bit" and
     "trainer_lion_8bit" are the same optimizers in a Trainer, which keeps the states of embeddings in fp32.
 
-    With `precision` "bf16" or "fp16", parameters are 16-bit; gradients, master weights and states (except 8-bit
+    With `precision` "bf16" or "fp16", parameters are 16-bit. Gradients, master weights and states (except 8-bit
     states) are fp32. `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards
-    the states and the master weights (with "fp32", the parameters themselves); within a step, unsharded parameters and
+    the states and the master weights (with "fp32", the parameters themselves). Within a step, unsharded parameters and
     gradients exist in addition. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, and parameters
     of experts across `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the activations of at most
-    two microbatches on its device; with "optimizer" or "both", the states, the fp32 master weights, and copies of the
+    two microbatches on its device. With "optimizer" or "both", the states, the fp32 master weights, and copies of the
     gradients are on the host.
 
     Raises ConfigurationError for an unknown optimizer, and for arguments that the plugin would refuse.
@@ -246,7 +246,7 @@ class Training:
             sizes, gradients = sizes + size, gradients + trained
             own = -(-self.states(count, trained, parameter in forms.embeddings) // self.parts)
             if self.offloads("optimizer"):
-                host += own + 2 * -(-pinned(trained) // self.parts)  # in addition, the optimizer's values and gradients
+                host += own + 2 * -(-pinned(trained) // self.parts)  # plus the optimizer's values and gradients
             else:
                 states += own
             if self.fsdp and self.dp_size > 1:
@@ -257,7 +257,7 @@ class Training:
         return Memory(sizes, gradients, states, values=values, update=self.update(gradients), host=host)
 
     def states(self, count: int, trained: int, is_embedding: bool = False) -> int:
-        """The bytes of the states of `count` elements. Their gradients take `trained` bytes (0 if frozen)."""
+        """The bytes of the optimizer states of `count` elements whose gradients take `trained` bytes (0 if frozen)."""
         if self.optimizer in OPTIMIZERS:
             return OPTIMIZERS[self.optimizer] * trained
         is_full = count < SMALL or (is_embedding and self.optimizer.startswith(OF_TRAINER))
@@ -267,8 +267,8 @@ class Training:
     def update(self, gradients: int) -> int:
         """The temporary bytes at the end of a step, given the bytes of the gradients. These bytes are the larger of two
         sizes: the messages that sum gradients over ranks with the same weights (at most two are in flight), and the
-        square roots of the second moments. torch's AdamW computes these roots together on a GPU (`foreach`), unless it
-        is fused or the states are on the host."""
+        square roots of the second moments. torch's AdamW computes these roots together on a GPU (`foreach`), unless the
+        optimizer is fused or the states are on the host."""
         messages = min(2 * BUCKET, gradients) if self.dp_size * self.ep_size > 1 else 0
         has_roots = self.optimizer in WITH_ROOTS and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)
@@ -298,7 +298,7 @@ class Footprint:
     states and master weights under `training`, and the activations of a microbatch.
 
     Memory that several calls share (tied parameters, masks, a result that two units keep) counts once per run. A
-    parameter that no call reads belongs to the call that `held_parameters` chooses.
+    parameter that no call reads belongs to the call that `held_parameters` selects.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class Footprint:
         return self._kept.total(start, end) + entered
 
     def waiting(self, start: int, end: int) -> int:
-        """The bytes that a microbatch keeps between B and W, minus the bytes that it keeps before B. The two differ
+        """The bytes that a microbatch keeps between B and W, minus the bytes that it keeps before B. The sizes differ
         because B recomputes the inputs of trained weights, and frees the activations of units without W."""
         return sum(self._waiting[start : self._end(end)])
 
@@ -444,7 +444,7 @@ def tensor_bytes(spec: TensorSpec) -> int:
 
 
 class _Union:
-    """Sums of sizes over runs of calls. A key in several calls of a run counts once."""
+    """Sums of sizes over runs of calls. A key that occurs in several calls of a run counts once."""
 
     def __init__(self, per_call: Sequence[Mapping[Hashable, int]]) -> None:
         previous: dict[Hashable, int] = {}

@@ -51,12 +51,13 @@ def build_on_meta(
 
     `fields` are config fields as `key=value`, with values in JSON or plain text. `dtype` is "bf16", "fp16" or "fp32".
     The default is the config's dtype or, if the config has none, `otherwise()`. A positive `lora` is the rank of
-    adapters on the layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers; only the adapters
+    adapters on the layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers. Only the adapters
     are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the
     `quantization_config` of `from_pretrained`. With `as_saved`, weights that the folder stores in 4 or 8 bits are also
     quantized; otherwise, the folder's quantization is ignored. With `trust_remote_code`, code in the folder is
-    executed. `options` are further options of from_pretrained; unknown ones are ignored. Raises ConfigurationError for
-    a missing or unknown model, and for invalid arguments.
+    executed. `options` are further options of from_pretrained. Unknown options are ignored.
+
+    Raises ConfigurationError for a missing or unknown model, and for invalid arguments.
     """
     config = _config(source, dict(map(_field, fields)), trust_remote_code, options or {})
     if dtype is not None and dtype not in DTYPE_NAMES:

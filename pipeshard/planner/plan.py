@@ -70,7 +70,7 @@ class StagePlan:
 
 
 def in_short(names: Sequence[str]) -> str:
-    """The first and the last name, the last without the path that both share: model.layers.4 to 8."""
+    """The first and the last name, such as model.layers.4 to 8. The last name omits the path that both names share."""
     ends = list(dict.fromkeys([*names[:1], *names[-1:]]))
     shared = os.path.commonprefix(ends).rpartition(".")[0]  # noqa: RUF071 - names, cut at a dot
     return " to ".join([*ends[:1], *(name.removeprefix(f"{shared}.") for name in ends[1:])])
@@ -157,14 +157,14 @@ def refuse_large(found: Sequence[InSlices], n: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model would run on `pp_size` ranks, returned by `pipeshard.plan`.
+    """An estimate of how a model would run on `pp_size` ranks. Returned by `pipeshard.plan`.
 
-    Sizes are in bytes. Times are in `unit`: "seconds" if units were measured or `tflops` was given; otherwise
-    "relative", where 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
+    Sizes are in bytes. Times are in `unit`: "seconds" if units were measured or `tflops` was given. Otherwise, times
+    are "relative": 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
     without idle time takes `num_microbatches`. `stages` are the stages of `schedule`, which is the `recommended`
     schedule (for the `reason` given) unless another schedule was requested. `cuts` can be passed to the plugin as
     `partition`: the number of unit calls of each stage or, if cuts are given by module names, the modules to cut after.
-    `training` has the other settings that determine the memory. `devices` are the ranks' devices and their links.
+    `training` contains the other settings that determine the memory. `devices` are the ranks' devices and their links.
     `searched` is the schedule if a search has found it, otherwise None. `unused` maps each module that the batch does
     not use to its number of parameters.
     """

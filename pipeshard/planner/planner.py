@@ -1,4 +1,4 @@
-"""Planner: the comparison of schedules for a model, and the recommendation of one of them."""
+"""Planner: the comparison of schedules for a model, and the recommendation of a schedule."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ NEAR = 0.03  # the fraction by which a simpler schedule may be slower
 
 def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tuple[Estimate, str]:
     """Return the estimate of the recommended schedule, and the reason as one sentence. The recommendation is the
-    fastest schedule that fits, or a simpler one that is nearly as fast. If no schedule fits, all schedules are
+    fastest schedule that fits, or a simpler schedule that is nearly as fast. If no schedule fits, all schedules are
     compared."""
     possible = [e for e in estimates if not e.problem]
     fitting = [e for e in possible if e.fits is not False] or possible
@@ -90,23 +90,24 @@ def plan(
     link: str | Sequence[str] | None = None,
     device_speed: str | Sequence[float] | None = None,
 ) -> Plan:
-    """Estimate how `model` would train on `pp_size` ranks with each schedule, and recommend a schedule. Needs no
-    process group and no GPU, and accepts any model that `pipeshard.trace` accepts, also on meta: only shapes are
-    computed. `batch` must have the sizes of the training batches. It is split by `num_microbatches` or
-    `microbatch_size` (pass only one) as in the plugin. Without a batch, the plan is for `num_microbatches` microbatches
-    of `microbatch_size` samples (by default 1) with `seq_len` tokens each (by default as many as the model accepts, at
+    """Estimate how `model` would train on `pp_size` ranks with each schedule, and recommend a schedule. Only shapes are
+    computed, so `plan` needs no process group and no GPU. `model` may be any model that `pipeshard.trace` accepts, also
+    on meta. `batch` must have the sizes of the training batches. As in the plugin, pass either `num_microbatches` or
+    `microbatch_size` to split the batch. Without a batch, the plan is for `num_microbatches` microbatches of
+    `microbatch_size` samples (by default 1) with `seq_len` tokens each (by default as many as the model accepts, at
     most 2048).
 
     Args:
         schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended schedule.
             "auto" searches for a schedule within `device_memory` (by default, the most memory that a rank needs with
-            1F1B). If a known schedule is at least as fast, it is shown instead.
+            1F1B). A known schedule that is at least as fast is shown instead.
         partition: same as in `PipelinePlugin`. If a rank would exceed `device_memory`, a rule such as "auto" is
             replaced with a partition that fits, if one is found.
         device_memory: one value for all ranks, such as "80GB" or a number of bytes, or one value per rank: "24GB,12GB".
-        optimizer: "adamw" (two states per parameter), "sgd" (one, with momentum) or "none"; a state is as large as the
-            parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit" are
-            bitsandbytes optimizers; if a Trainer creates them, pass "trainer_adamw_8bit" or "trainer_lion_8bit".
+        optimizer: "adamw" (two states per parameter), "sgd" (one state, with momentum) or "none". A state is as large
+            as the parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit" are
+            bitsandbytes optimizers. If a Trainer creates the optimizer, pass "trainer_adamw_8bit" or
+            "trainer_lion_8bit".
         precision: same as in `PipelinePlugin`: "bf16" and "fp16" need fp32 gradients, master weights and states in
             addition to the 16-bit parameters.
         dp_size: same as in `PipelinePlugin`.
@@ -119,17 +120,17 @@ def plan(
         ep_plan: same as in `PipelinePlugin`.
         offload: same as in `PipelinePlugin`. Copies to the host and back are assumed to take no time.
         profile: measured times of units (a Profile or its file), instead of estimates. With `partition="profile"`,
-            `plan` measures the times; with "profile:PATH", it reads the file or, if the file does not exist, measures
-            the times and writes the file.
+            `plan` measures the times. With "profile:PATH", `plan` reads the file or, if the file does not exist,
+            measures the times and writes the file.
         policy: same as in `PipelinePlugin`.
         criterion: same as in `PipelinePlugin`.
         tflops: the sustained speed of a device on this model, in 10^12 operations per second (not the data sheet's
             value). Times are then in seconds.
         link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s", or a list of links, one from
-            each rank to the next. Without `link`, messages take no time. Requires times in seconds.
-        device_speed: the relative speed of each rank, such as "1.0,0.6"; measured and estimated times refer to speed 1.
-            With `partition="auto"` or "profile", stages are balanced by the speeds. By default, the speeds in
-            `partition="speed:1.0,0.6"`, otherwise 1.
+            each rank to the next. `link` requires times in seconds. Without `link`, messages take no time.
+        device_speed: the relative speed of each rank, such as "1.0,0.6". Measured and estimated times refer to speed 1.
+            With `partition="auto"` or "profile", stages are balanced by the speeds. The default is the speeds in
+            `partition="speed:1.0,0.6"`, or 1 for any other partition.
 
     Raises PartitionError if the requested schedule (by default, every schedule) is impossible or needs more than
     `device_memory`, ConfigurationError for invalid arguments, BatchError for an invalid batch or if none can be
@@ -163,7 +164,7 @@ def plan(
     if impossible and (chosen or not candidates):
         raise PartitionError(impossible.problem)
     best, reason = recommend(estimates, devices.memory)
-    if best.fits is False:  # no schedule fits: show the one that exceeds its limits least
+    if best.fits is False:  # no schedule fits: show the schedule that exceeds the limits least
         best = min((e for e in estimates if not e.problem), key=lambda e: max(devices.excess(e.memory)))
     shown = candidates[chosen or (best.schedule, best.num_model_chunks)]
     if shown.fits is False:
@@ -197,7 +198,8 @@ def plan(
 
 
 def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
-    """The number of parameters of each module whose parameters the trace does not use. Omits modules inside them."""
+    """The number of parameters of each module whose parameters the trace does not use. Modules inside such a module are
+    omitted."""
     used = used_parameters(model, flow)
     found = dict[str, int]()
     for path, module in model.named_modules():
@@ -259,7 +261,7 @@ def study(
     tp_plan: Mapping[str, str] | None = None,
     ep_plan: Mapping[str, str] | None = None,
 ) -> Subject:
-    """Trace the model and find the cost and memory of its unit calls. Arguments and errors are as in `plan`."""
+    """Trace the model, and determine the cost and memory of its unit calls. Arguments and errors are as in `plan`."""
     tie_on_meta(model)
     refuse_sharded_packing(model, training.fsdp, training.slices)
     cuts = named_modules_of(partition)
@@ -339,8 +341,8 @@ def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | 
 
 
 def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) -> list[tuple[str, int]]:
-    """Every known schedule with its chunks per rank. "interleaved" is listed with two chunks, and with the requested
-    number."""
+    """Every known schedule with its number of chunks per rank. "interleaved" is listed with two chunks, and with the
+    requested number of chunks."""
     wanted = {2, num_model_chunks} - {1} | ({chosen[1]} if chosen and chosen[0] == "interleaved" else set())
     names = [(name, v) for name in SCHEDULES for v in (sorted(wanted) if name == "interleaved" else [1])]
     return [(name, num_chunks(name, v)) for name, v in names]

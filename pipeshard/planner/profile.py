@@ -1,4 +1,4 @@
-"""Profile: the time of each unit call, measured on a device; all ranks use the same times."""
+"""Profile: the time of each unit call, measured on a device. All ranks use the same times."""
 
 import contextlib
 import copy
@@ -33,8 +33,8 @@ from pipeshard.private import reparametrized, tree_map_only, tree_tensors, tree_
 from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of random parameters
-# Warm-up runs are not counted. The first run allocates the gradients that later runs accumulate into, and the next few
-# may still allocate memory from the system; the run of an embedding then takes five times as long.
+# Warm-up runs are not counted. The first run allocates the gradients that later runs accumulate into. The next few runs
+# may still allocate memory from the system: the run of an embedding then takes five times as long.
 WARM_UPS = 3
 COLD = 64 * 2**20  # bytes written before F and B to clear the caches, as other units do in a step
 
@@ -46,8 +46,8 @@ class Stopwatch:
         self.unit, self.capture, self.device = unit, capture, device
 
     def median(self, repeats: int) -> Cost:
-        """Median seconds, over `repeats` runs, of the forward, the backward without the weight gradients that can be
-        deferred, and these weight gradients."""
+        """The median times of `repeats` runs, in seconds: of the forward, of the backward without the weight gradients
+        that can be deferred, and of these weight gradients."""
         state = blank_state(self.unit, self.device)
         own = (*self.unit.named_parameters(remove_duplicate=False), *self.unit.named_buffers(remove_duplicate=False))
         for name, tensor in own:
@@ -99,8 +99,8 @@ class Stopwatch:
 def _tail_time(
     model: nn.Module, flow: Dataflow, microbatch: Batch, criterion: Criterion | None, device: torch.device, repeats: int
 ) -> Cost:
-    """Median seconds of the forward and backward after the last unit call, in which the model's own code or the
-    criterion computes the loss. `flow` must be traced for this microbatch. Units return random values. If the model
+    """The median times, in seconds, of the forward and backward after the last unit call, where the model's own code or
+    the criterion computes the loss. `flow` must be traced for this microbatch. Units return random values. If the model
     fails on these values, the times are 0."""
     runs: list[Cost] = []
     with contextlib.suppress(Exception):  # a model may raise any error on random values
@@ -154,9 +154,10 @@ def _median(runs: Sequence[Cost]) -> Cost:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of F, B and W of each unit call of one microbatch, with the model and device of the measurement.
+    """The times, in seconds, of F, B and W of each unit call of one microbatch, with the measured model and device.
 
-    `estimated` are the units that could not be timed. Their times are estimates, scaled to the measured times.
+    `estimated` contains the units that could not be timed. The times of these units are estimates, scaled to the
+    measured times.
     """
 
     model: str
@@ -168,8 +169,8 @@ class Profile:
     estimated: tuple[str, ...] = ()
 
     def costs(self, flow: Dataflow) -> list[float]:
-        """Seconds of each unit call of `flow` (F, B and W together). Raises ConfigurationError if the unit calls differ
-        from the profile's."""
+        """The time of each unit call of `flow` in seconds (F, B and W together). Raises ConfigurationError if the
+        profile has different unit calls."""
         self._refuse("unit calls", self.units, tuple(call.unit for call in flow.calls))
         return [sum(cost) for cost in self.times]
 
@@ -181,12 +182,12 @@ class Profile:
         self._refuse("microbatches", self.microbatch, shapes_of(microbatch))
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
+        """Write the profile to the file `path` as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that `save` wrote. Raises ConfigurationError for any other file."""
+        """Read a profile that `save` wrote. Raises ConfigurationError for any other file."""
         try:
             data = json.loads(Path(path).read_text())
             return cls(
@@ -225,7 +226,7 @@ def profile_units(
 
     Each kind of unit runs alone in training mode, forward and backward, three times to warm up and `repeats` times for
     the median. Floating-point inputs that depend on results of other units are random values of the same shapes.
-    Masks and positions are computed by the model. Parameters that are not on `device` are also random. If a unit fails
+    The model computes masks and positions. Parameters that are not on `device` are also random. If a unit fails
     on these values, its time is estimated from the times of the other units, with a warning. Only one unit is on the
     device at a time. The time of the last call includes the loss, which the model or `criterion` computes.
 
@@ -267,8 +268,8 @@ def profile_units(
 def find_profile(
     file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device, criterion: Criterion | None
 ) -> Profile:
-    """Load the profile in `file` or, if the file does not exist, measure one. Raises ConfigurationError if the profile
-    does not match the model or the microbatch."""
+    """Load the profile in `file` or, if the file does not exist, measure a profile. Raises ConfigurationError if the
+    profile does not match the model or the microbatch."""
     known = bool(file) and Path(file).exists()
     profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device, criterion=criterion)
     profile.check(model, flow, microbatch)
@@ -327,12 +328,12 @@ def measured_costs(
     group: dist.ProcessGroup,
     criterion: Criterion | None = None,
 ) -> list[float]:
-    """Seconds of each unit call: the median of the measurements of all ranks of `group`. Call it on all ranks of
-    `group`.
+    """The time of each unit call in seconds: the median of the measurements of all ranks of `group`. Call this function
+    on all ranks of `group`.
 
-    `partition` is "profile" or "profile:PATH". An existing file is read; otherwise, the first rank writes the file.
-    `cut` is the number of microbatches in `batch` and the number of samples in each microbatch. One of the two is None.
-    Raises the errors of `find_profile`.
+    `partition` is "profile" or "profile:PATH". If the file exists, all ranks read the file. Otherwise, all ranks
+    measure the times, and the first rank writes the file. `cut` is the number of microbatches in `batch` and the number
+    of samples in each microbatch. One of the two is None. Raises the errors of `find_profile`.
     """
     file = partition.partition(":")[2]
     profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)
