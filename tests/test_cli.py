@@ -104,7 +104,7 @@ def test_experts_are_divided() -> None:
     whole, half = (json.loads(invoke(*experts, *SIZES, "--ep", ep, "--json", "-").output) for ep in ("1", "2"))
     for one, part in zip(whole["stages"], half["stages"], strict=True):
         assert one["memory"]["parameters"] / 2 < part["memory"]["parameters"] < one["memory"]["parameters"] * 0.75
-    assert "error: ep_size=2: LlamaForCausalLM comes without an ep_plan" in invoke(*MODEL, *SIZES, "--ep", "2").output
+    assert "error: ep_size=2: LlamaForCausalLM does not have an ep_plan" in invoke(*MODEL, *SIZES, "--ep", "2").output
 
 
 @pytest.mark.turns

@@ -245,7 +245,7 @@ def refuse_packed_base(model: nn.Module, config: Any) -> None:
     if not reads_weights or config.is_prompt_learning or not is_quantized(model):
         return
     some = {"LORA": "DoRA, PiSSA and OLoRA", "MISS": "MISS adapters with init_weights='bat'"}
-    why = "are computed from the weights" if kind in some else "are not known to use only the outputs of layers"
+    why = "are computed from the weights" if kind in some else "may use the weights of their layers"
     raise ConfigurationError(
         f"{some.get(kind, f'{kind} adapters')} {why}, but the weights of this model are quantized. {_advice(model)}"
     )

@@ -12,8 +12,8 @@ from pipeshard.split.base_names import base_names
 
 NOTED = "pipeshard_noted"  # the attribute of a meta parameter that contains its NotedParameter
 AFTER_BOOST = (
-    ", or modify the parameters after boost: in model.unwrap().parameters(), those for which "
-    "pipeshard.split.materialize.is_released(parameter) is False"
+    ", or modify the parameters in model.unwrap().parameters() after boost, and skip each parameter for which "
+    "pipeshard.split.materialize.is_released(parameter) is True"
 )
 
 

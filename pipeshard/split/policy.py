@@ -247,7 +247,7 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         if len(writers) > 1 and has_one_updater(place.name, place.path, place.uses, place.kind):
             raise TraceError(
                 f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} {place.name}, "
-                "but do not run on the same stages, and each stage has its own copy, so the copies would diverge: give "
+                "but do not run on the same stages. Each stage has its own copy, so the copies would diverge: give "
                 f"each layer its own {'generator' if place.kind == 'generator' else 'copy'}, move this code out of all "
                 "layers into the model's forward, or use one stage (pp_size=1)"
             )

@@ -108,7 +108,7 @@ def plan_of(
             )
     if not expanded:
         raise ConfigurationError(
-            f"{by}_size={size}: {name} comes without {'a' if by == 'tp' else 'an'} {by}_plan. Use {by}_size=1 with "
+            f"{by}_size={size}: {name} does not have {'a' if by == 'tp' else 'an'} {by}_plan. Use {by}_size=1 with "
             f"{INSTEAD}, or pass a plan: PipelinePlugin({by}_plan={EXAMPLES[by]})"
         )
     if by == "tp":
@@ -168,8 +168,9 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
             )
         if any(isinstance(inner, Dropout) and inner.p for inner in module.modules()):
             raise ConfigurationError(
-                f"{by}_size={size}: {path} has dropout, and each rank would draw masks for its own experts only, so "
-                f"the loss would differ from one process: set p=0.0, move it out of this module, or use {by}_size=1"
+                f"{by}_size={size}: {path} has dropout, but each rank would generate masks only for its own experts, "
+                "so the loss would differ from one process: set p=0.0, move the dropout out of this module, or use "
+                f"{by}_size=1"
             )
     for name, _ in model.named_parameters(remove_duplicate=False):
         within = next((path for path in dispatching if name.startswith(f"{path}.")), None)

@@ -648,7 +648,7 @@ def test_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path) -> 
     ("made", "what"),
     [
         (LoraConfig(use_dora=True), "DoRA, PiSSA and OLoRA are computed from the weights"),
-        (HRAConfig(), "HRA adapters are not known to use only the outputs of layers"),
+        (HRAConfig(), "HRA adapters may use the weights of their layers"),
         (MissConfig(r=4, init_weights="bat"), "MISS adapters with init_weights='bat' are computed"),
     ],
     ids=["dora", "hra", "miss"],

@@ -483,7 +483,7 @@ def test_a_transposed_linear_layer_is_not_sliced(rule: str) -> None:
         ConfigurationError, match=rf"tp_plan shards transformer\.h\.0\.mlp\.c_fc, a Conv1D.*{alternatives}"
     ):
         plan_of(model, 2, {rule: "colwise"}, find_policy(model).tp_plan)
-    with pytest.raises(ConfigurationError, match=f"tp_size=2: GPT2LMHeadModel comes without a tp_plan.*{alternatives}"):
+    with pytest.raises(ConfigurationError, match=f"tp_size=2: GPT2LMHeadModel does not have a tp_plan.*{alternatives}"):
         plan_of(model, 2, None, find_policy(model).tp_plan)
 
 

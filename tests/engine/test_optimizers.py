@@ -321,7 +321,7 @@ def refused(options: dict[str, Any], name: str) -> str:
             "zero_stage=2 is not supported: a pipeline accumulates gradients over the microbatches",
         ),
         ({"pp_size": 1, "zero_stage": 1, "fsdp": True}, NAME, "fsdp=True already shards the optimizer state"),
-        ({"pp_size": 1, "tp_size": 2}, "gpt2", "tp_size=2: GPT2LMHeadModel comes without a tp_plan"),
+        ({"pp_size": 1, "tp_size": 2}, "gpt2", "tp_size=2: GPT2LMHeadModel does not have a tp_plan"),
         ({"pp_size": 3}, NAME, "pp_size=3, but the world has 2 processes"),
         ({"pp_size": 1, "ep_size": 3}, NAME, "pp_size=1 and ep_size=3, but the world has 2 processes"),
         ({"pp_size": 1, "dp_size": 3}, NAME, "pp_size=1 and dp_size=3, but the world has 2 processes"),

@@ -414,7 +414,7 @@ CASES = {
         "Layers on two stages share a batch norm: each stage moved running statistics of its own, and those of one "
         "were saved.",
         options={"verify": False, "partition": [3, 3]},
-        refused="each stage has its own copy, so the copies would diverge",
+        refused="Each stage has its own copy, so the copies would diverge",
     ),
     "states in tuples": Case(
         nets.Recurrent,
