@@ -147,8 +147,8 @@ class Cutter:
 
     def search(self, start: Choice, time: float, actions: int, slack: float = 0.0) -> Found:
         """Search from `start`, whose step takes `time`, by scheduling at most `actions` actions. Return the fastest
-        choice found. The search may also move to choices that are slower than the fastest choice, by a fraction that
-        falls from `slack` to 0."""
+        choice found. The search may also move to choices that are slower than the fastest choice, by at most a
+        fraction that falls from `slack` to 0."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *anneal(start, time, self.time, self.change, tries, slack), self
 

@@ -265,8 +265,8 @@ class Subject:
         return replace(self, training=training, footprint=self.footprint.trained(training))
 
     def on(self, devices: Devices) -> "Subject":
-        """A copy of the subject for these devices. If speeds differ, a partition by cost takes the speeds into
-        account."""
+        """A copy of the subject for these devices. If their speeds differ, a partition by cost takes the speeds
+        into account."""
         is_unequal = by_cost(self.partition) and len({*devices.speeds}) > 1
         partition = devices.partition if is_unequal else self.partition
         return replace(self, devices=devices, partition=partition)

@@ -106,7 +106,7 @@ def plan(
         device_memory: one value for all ranks, such as "80GB" or a number of bytes, or one value per rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (one state, with momentum) or "none". A state is as large
             as the parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit" are
-            bitsandbytes optimizers. If a Trainer creates the optimizer, pass "trainer_adamw_8bit" or
+            bitsandbytes optimizers. If a Trainer creates such an optimizer, pass "trainer_adamw_8bit" or
             "trainer_lion_8bit".
         precision: same as in `PipelinePlugin`: "bf16" and "fp16" need fp32 gradients, master weights and states in
             addition to the 16-bit parameters.

@@ -34,7 +34,7 @@ from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of random parameters
 # Warm-up runs are not counted. The first run allocates the gradients that later runs accumulate into. The next few runs
-# may still allocate memory from the system: the run of an embedding then takes five times as long.
+# may still allocate memory from the system, and the run of an embedding then takes five times as long.
 WARM_UPS = 3
 COLD = 64 * 2**20  # bytes written before F and B to clear the caches, as other units do in a step
 
@@ -331,9 +331,9 @@ def measured_costs(
     """The time of each unit call in seconds: the median of the measurements of all ranks of `group`. Call this function
     on all ranks of `group`.
 
-    `partition` is "profile" or "profile:PATH". If the file exists, all ranks read the file. Otherwise, all ranks
-    measure the times, and the first rank writes the file. `cut` is the number of microbatches in `batch` and the number
-    of samples in each microbatch. One of the two is None. Raises the errors of `find_profile`.
+    `partition` is "profile" or "profile:PATH". If PATH exists, all ranks read this file. Otherwise, all ranks measure
+    the times, and the first rank writes its own to PATH, if given. `cut` is the number of microbatches in `batch` and
+    the number of samples in each microbatch. One of the two is None. Raises the errors of `find_profile`.
     """
     file = partition.partition(":")[2]
     profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)
