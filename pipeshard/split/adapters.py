@@ -30,7 +30,7 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
     "olora": lambda layer, adapter: layer.olora_init(adapter),
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
-READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors from the weights, but does not save these tensors
+READS_BASE = ("FROD", "OSF", "PSOFT")  # kinds with tensors that peft computes from the weights and does not save
 # Kinds of adapters that use only the outputs of their layers (LORA and MISS: by default). All other kinds are refused
 # on a quantized base.
 OF_OUTPUTS = {"ADALORA", "BEFT", "BOFT", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR"}
@@ -41,9 +41,8 @@ BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initi
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
-    """Apply `put` (peft's `get_peft_model`) to a model on meta, and return the result of `put`. Base weights stay on
-    meta. Adapters have the same initial values as on the loaded model. `begin` later sets the values that depend on
-    weights.
+    """Apply `put` (peft's `get_peft_model`) to a model on meta, and return its result. Base weights stay on meta.
+    Adapters have the same initial values as on the loaded model. `begin` later sets the values that depend on weights.
 
     Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if the model
     is quantized and initial values need these weights.
@@ -83,7 +82,7 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     (`modules_to_save`) are moved to meta if they contain only the values of stand-ins.
 
     Raises ConfigurationError if any other new parameter was computed from weights. With `begins_later`, new parameters
-    of LoRA layers are accepted, since `begin` computes these parameters again.
+    of LoRA layers are accepted, since `begin` computes them again.
     """
     known = set(model.parameters())
     try:
@@ -123,8 +122,8 @@ def adding_saved(model: nn.Module) -> Iterator[None]:
     saved: dict[nn.Parameter, Tensor] = {}
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        """Move the values that torch could not copy into stand-ins from `state` to `saved`. Values of another shape
-        stay in `state`, so that torch raises an error that names these values."""
+        """Move from `state` to `saved` the values that torch could not copy into stand-ins. Values of another shape
+        stay in `state`, so that torch raises an error that names them."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for full in base_names(model):
             parameter, value = parameters.get(full), state.get(prefix + full)

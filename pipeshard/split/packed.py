@@ -4,8 +4,8 @@
     (out, in), 16-bit    --->  (out * in / 2, 1), uint8, and a scale for every 64 values
                          --->  (out, in), int8, and a scale for every row
 
-A packed weight is a frozen parameter that has its quantized shape from the start, even on meta. The weight is traced,
-released and allocated like any other parameter. A process dequantizes one layer at a time. Either bitsandbytes
+A packed weight is a frozen parameter that has its quantized shape from the start, even on meta. It is traced, released
+and allocated like any other parameter. A process dequantizes one layer at a time. Either bitsandbytes
 (Dettmers et al. 2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or
 torchao quantizes the weights. Each library is imported only if needed.
 """

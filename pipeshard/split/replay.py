@@ -269,7 +269,7 @@ class Replay:
             run.inside = False
 
     def _observed(self, step: Step, run: Run) -> list[Any]:
-        """The values, before a unit runs, at the places that code on other stages reads."""
+        """Before a unit runs, the values at the places that code on other stages reads."""
         if not self.proves or run.listener is not None:
             return []
         return [value_at(place, self.units[step.unit]) for place, _ in step.observed]

@@ -49,7 +49,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
 
     `build_layer` later calls `make()` for the values. The values depend on the seed and on `place`, the layer's number.
     Raises ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if
-    the returned module contains an existing module, whose values would be lost.
+    the returned module contains a module that existed before, whose values would be lost.
     """
     restore_meta_kernels()
     refusal = explained(
@@ -212,7 +212,7 @@ def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, part
 
 
 def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None:
-    """Add the objects in `now` that `deepcopy` must not copy to `parts`. `before` is the corresponding value in the
+    """Add to `parts` the objects in `now` that `deepcopy` must not copy. `before` is the corresponding value in the
     skeleton: an object that both values contain exists outside the layer."""
     if before is now:
         parts.setdefault(id(now), now)

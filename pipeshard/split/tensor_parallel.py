@@ -2,7 +2,7 @@
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
 split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
-from transformers. For models without a plan in transformers, `Divided` is added: the style of modules that store a
+from transformers. For models without a plan in transformers, the style `Divided` is added, for modules that store a
 number of heads in an attribute. `LatentProjection` replaces transformers' style for the first projection of latent
 attention. Expert parallelism uses another plan, in which each rank holds some experts of each layer.
 """
@@ -138,7 +138,7 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
     """Raise ConfigurationError if `size` does not divide a number of experts, or if the plan does not shard all weights
     of the experts, or shards weights of a module that runs all experts. Sharded experts must not have dropout, a kernel
-    that needs all experts, or a tensor other than a parameter with an entry for each expert."""
+    that needs all experts, or a non-parameter tensor with an entry for each expert."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int):
