@@ -84,8 +84,8 @@ class Place:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
-        """Whether the place still has this value, or a new collection of the same entries, and the content is
-        unchanged."""
+        """Whether the place still contains this value (or a new collection with the same entries), with unchanged
+        content."""
         if self.has_hooks:
             return bool(self.value.keys() == held.value.keys())
         is_there = is_same(self.value, held.value) or has_same_entries(self.value, held.value)
@@ -93,7 +93,7 @@ class Place:
 
 
 class _Record:
-    """The observations of one place during the runs of the glue; `carried` returns them as a Carried."""
+    """The observations of one place during the runs of the glue. `carried` returns these observations as a Carried."""
 
     def __init__(self, name: str, place: Place, before: Before) -> None:
         self.name, self.place, self.before = name, place, before
@@ -107,8 +107,7 @@ class _Record:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last change of the place is after the last call, and the value of the place contains no
-        tensor."""
+        """Whether the place last changes after the last unit call, and its value contains no tensor."""
         return self.until is None and not self.held.tensors
 
     @property
@@ -117,8 +116,8 @@ class _Record:
         return Kept(self.name, min(self.writers) if is_by_one else None)
 
     def look(self, call: int | None, is_through: bool) -> None:
-        """If the place has changed since the last look, record `call` as its last change. The writer is this call if
-        the call has just ended (`is_through`), otherwise glue."""
+        """If the place has changed since the last look, record a change at `call`. The writer is this call if it has
+        just ended (`is_through`), otherwise glue."""
         if not self.place.has(self.held) or self.is_written:
             self._take()
             self.until = call
@@ -152,7 +151,7 @@ class _Record:
     def carried(self) -> Carried:
         readers, end = self.readers, self.until
         if has_one_updater(self.name, self.place.path, self.uses, self.kind):
-            readers = readers - (self.writers - {-1})  # these calls run on one stage, or are refused
+            readers = readers - (self.writers - {-1})  # boost refuses writers on several stages
         is_lasting = isinstance(self.held.value, Tensor) and (self.kind == "tensor" or self.name in self.uses.kept)
         if -1 in self.writers and is_lasting and not readers:
             readers = {-1}  # the user may read or save the tensor
@@ -182,7 +181,8 @@ class _Record:
 
 def run_watched(tracer: Tracer, batch: Batch, real: Batch | None, before: Before) -> Dataflow:
     """Run the glue on `batch`, and return the Dataflow. The Dataflow's `passing` lists the places of values and hooks
-    that differ from `before` after some call, but not at the end: the forward or the criterion restores them."""
+    that differ from `before` after some unit call, but not at the end: the forward or the criterion restores these
+    places."""
     passing: dict[str, PlacePath] = {}
     hooks = -1  # the number of hooks that had been registered at the last look
 
@@ -236,8 +236,8 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
 ) -> tuple[Decision, ...]:
-    """Run the next forward, and record the readers of each place. Returns a Decision for each kept value that was
-    computed from unit results and on which glue branches: only some stages can compute such a value."""
+    """Run the next forward, and record the readers of each place. Returns a Decision for each kept value on which glue
+    branches, if the value was computed from unit results: only some stages can compute such a value."""
     tracer.reset = lambda: None
     tracer.kept = {record.tag: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
@@ -275,8 +275,8 @@ def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> I
 
 
 def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
-    """For each place, the calls (-1: the loss or an output) that depend on the place, directly or through places that
-    are computed from it."""
+    """For each place, the calls (-1: the loss or an output) that depend on the place, directly or through other places
+    that are computed from this place."""
     ends = [use for use in (flow.loss, *(use for _, use, _ in flow.outputs)) if use is not None]
     reads = [*enumerate(call.reads for call in flow.calls), *((-1, use) for use in ends)]
     readers = {name: {index for index, use in reads if name in use.kept} for name in uses}
@@ -288,8 +288,8 @@ def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
 
 
 def informed(flow: Dataflow) -> Dataflow:
-    """Return `flow` with additional dependencies: each reader of a carried place also depends on the place's `uses`, as
-    far as earlier calls compute them. All stages get the leaves of the batch in `uses`."""
+    """Return `flow` with additional dependencies: each reader of a carried place also depends on the place's `uses`,
+    except the results of the reader itself and of later calls. All stages receive the leaves of the batch in `uses`."""
     calls, loss, outputs, consulted = list(flow.calls), flow.loss, list(flow.outputs), flow.consulted
     for place in flow.carried:
         consulted |= place.uses.inputs
@@ -308,8 +308,8 @@ def _changed(model: nn.Module, before: Before) -> list[PlacePath]:
 
 
 def place_of(model: nn.Module, path: PlacePath) -> PlacePath:
-    """The path of the place to which the value at `path` belongs. If the value is content of a collection, a tuple, an
-    array or a generator, this is the path of that object."""
+    """The path of the place to which the value at `path` belongs. If the value is inside a collection, a tuple, an
+    array or a generator, the place is that object."""
     value: Any = model
     for k, step in enumerate(path[1:], 2):
         if step.how == "hooks":

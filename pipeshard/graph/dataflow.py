@@ -21,7 +21,7 @@ Wanted = bool | frozenset[str]  # True: the model's whole output; False: only th
 @dataclass(frozen=True)
 class Reads:
     """The dependencies of a call, the loss or an output: unit results, parameters that glue reads directly, leaves of
-    the batch, calls from which tensors escaped untracked, gradient hooks of glue, and places with state of an earlier
+    the batch, calls from which tensors escaped untracked, gradient hooks of glue, and places with state from an earlier
     forward."""
 
     values: frozenset[Value] = frozenset()
@@ -78,8 +78,8 @@ class Call:
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
         """The parts that a stage without the unit must reproduce, each with the range of its leaf indices. A part that
-        was left by a hook inside the unit is omitted if the part contains no tensor: such a hook is assumed to only
-        count runs of the unit."""
+        a hook inside the unit has left is omitted if the part contains no tensor: the hook is assumed to only count
+        runs of the unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -94,8 +94,9 @@ class Call:
 
 
 class Observed(NamedTuple):
-    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is its path from the
-    unit, and `readers` are the calls of other units that read it, with -1 for glue and the criterion."""
+    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is the attribute's path
+    from the unit. `readers` are the calls of other units that read the attribute, with -1 for glue and the
+    criterion."""
 
     unit: str
     place: PlacePath
@@ -135,8 +136,8 @@ class Carried:
 
 
 def has_one_updater(name: str, path: PlacePath, uses: Reads, kind: str) -> bool:
-    """Whether each forward updates the state that the last one left at this place. All writers of such state must run
-    on one stage, since each stage has its own copy."""
+    """Whether each forward updates the state that the previous forward left at this place. All writers of such state
+    must run on one stage, since each stage has its own copy."""
     is_moved = name in uses.kept and "_buffers" in [step.key for step in path[-2:]]
     return is_moved or kind in ("generator", "number")
 
@@ -150,20 +151,21 @@ class Dataflow:
     before the last call, or that differentiate unit results. `late_decisions` are lines of the forward with such a
     branch after the last call. `has_branches` is True if the forward or the criterion has such a branch after the last
     call. `consulted` are the leaves of the batch on which glue branches, or to which glue writes (`rewritten`). The
-    Dataflow is specific to the values of the leaves `watched`, such as image sizes, and masks used as indices (in the
-    criterion, only if code reads the size of the result). `glue_random` is True if glue may use random numbers or the
-    model has its own checkpoints, and `python_random` if any code uses `random` or numpy's generator. `tail` has the
-    flops of glue's operators on parameters after the last call. `touched` are the values that operators of glue
-    received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only for batches with
-    the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state for the next
-    forward, and `passing` the places that the forward changes, and that the forward or the criterion restores.
-    `together` has the first and the last of the calls that each of the model's own checkpoints recomputes. `valued` are
-    the units that do not run on meta, and were visited with values. `deciders` are the modules outside units that were
-    running when glue branched, and that could be units. `differentiated` are the values that receive a gradient of the
-    loss through glue alone. `counts_results` is True if the criterion returns a count that depends on unit results.
-    `opaque` has the name ("" for the output itself) and the class of each object in the model's output that contains
-    tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of units that other code reads, and
-    `numbers` the constants in such attributes of the valued units, each with its value as text.
+    Dataflow is valid only for the traced values of the leaves `watched`, such as image sizes and masks that are used as
+    indices (in the criterion, only if code reads the size of the result). `glue_random` is True if glue may use random
+    numbers or the model has its own checkpoints, and `python_random` if any code uses `random` or numpy's generator.
+    `tail` counts the flops of glue's operators on parameters after the last call. `touched` are the values that
+    operators of glue received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only
+    for batches with the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with
+    state for the next forward, and `passing` the places that the forward changes, and that the forward or the criterion
+    restores. For each of the model's own checkpoints, `together` has the first and the last call that the checkpoint
+    recomputes. `valued` are the units that do not run on meta, so they were visited with values. `deciders` are the
+    modules outside units that were running when glue branched, and that could be units. `differentiated` are the values
+    that receive a gradient of the loss through glue alone. `counts_results` is True if the criterion returns a count
+    that depends on unit results. `opaque` has the name ("" for the output itself) and the class of each object in the
+    model's output that contains tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of
+    units that other code reads, and `numbers` are the constants in such attributes of the valued units, each with its
+    value as text.
     """
 
     calls: tuple[Call, ...]
@@ -205,7 +207,7 @@ class Dataflow:
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
         """The differences of the batch's sizes from the traced sizes, or None if this Dataflow is not valid for the
-        batch: a pinned size differs, or an answer to a question of glue."""
+        batch because a pinned size or the answer to a question of glue differs."""
         deltas = self.axes.deltas(batch)
         if deltas is None or not all(question.holds(batch.tensors, deltas) for question in self.questions):
             return None
@@ -234,8 +236,9 @@ class Dataflow:
         from_loss = self._trained(self.differentiated)
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
-        # Calls from which a tensor escaped untracked. If the loss reads such a tensor, gradients may reach all results
-        # from the first of these calls (`sealed`) on; if a call reads it, the results of the call that it escaped from.
+        # Calls from which a tensor escaped untracked. If the loss reads such a tensor, gradients may reach the results
+        # of the first of these calls (`sealed`) and of all later calls. If a call reads such a tensor, gradients may
+        # reach the results of the call from which the tensor escaped.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
@@ -275,7 +278,8 @@ class Dataflow:
         return [*(call.reads for call in self.calls), self.needed(True)]
 
     def needed(self, outputs: Wanted = False) -> Reads:
-        """The dependencies of the loss and the requested outputs. Without a loss, False requests all outputs."""
+        """The dependencies of the loss and the requested outputs. Without a loss, `outputs=False` requests all
+        outputs."""
         if isinstance(outputs, frozenset):
             uses = [use for path, use, _ in self.outputs if field_of(path) in outputs]
         else:

@@ -1,8 +1,8 @@
 """Foreign parameters: trainable tensors that a loss depends on, but that are not parameters of the model.
 
 The foreign parameters of a criterion are found in the autograd graph of the loss, so they may be stored in a module, a
-closure, a global, a list or a bound method. Foreign parameters in the model's own code are found when they receive a
-gradient in a step.
+closure, a global, a list or a bound method. Foreign parameters that the model's own code uses are found when they
+receive a gradient in a step.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ from pipeshard.graph.snapshot import Snapshot
 
 
 def leaves_of(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
-    """The leaf tensors that receive a gradient of `loss`, not counting paths through the tensors `until`."""
+    """The leaf tensors that receive a gradient of `loss`, ignoring paths through the tensors `until`."""
     ends = {tensor.grad_fn for tensor in until if tensor.grad_fn is not None}
     leaves = [getattr(node, "variable", None) for node in nodes_from([loss.grad_fn], ends) if node not in ends]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

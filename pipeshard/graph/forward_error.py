@@ -17,8 +17,8 @@ PACKED = (
 
 
 def forward_error(model: nn.Module, batch: Batch, last_unit: str, is_packed: bool, error: Exception) -> TraceError:
-    """The TraceError for an `error` of the forward. `last_unit` is the unit that ran before the error, or "".
-    `is_packed` is whether a unit has returned a PackedSequence."""
+    """The TraceError for an `error` of the forward. `last_unit` is the last unit that ran before the error, or "".
+    `is_packed` is True if a unit has returned a PackedSequence."""
     after = f" after unit {last_unit}" if last_unit else ""
     remedy = PACKED if is_packed else _remedy(batch, error)
     return TraceError(f"tracing {type(model).__name__} failed{after}: {summary(error)}. {remedy}")

@@ -9,7 +9,7 @@ from typing import Any
 from pipeshard.graph.places import MISSING, PLAIN, constants_of, content_of, defaults_of, entries_of, ways_to_hold
 
 OF_OBJECT = ("attr", "item", "list")  # how objects hold the values that `inside` returns
-# The types that a walk enters to find a module's functions. It does not enter the attributes of other objects.
+# The types that a walk enters to find a module's functions. The walk does not enter the attributes of other objects.
 CALLABLES = (Mapping, list, tuple, functools.partial, MethodType, FunctionType)
 
 
@@ -17,7 +17,8 @@ class Memo(dict[int, Any]):
     """A memo with which deepcopy copies the functions and bound methods in `found`.
 
     A function's copy has no captured state until `fill` copies this state, which may contain the object that is being
-    copied. Methods are copied in `get`, which deepcopy calls for each object: deepcopy would not copy their functions.
+    copied. Methods are copied in `get`, which deepcopy calls for each object, because deepcopy itself would not copy
+    the functions of the methods.
     """
 
     def __init__(self, known: Mapping[int, Any], found: Iterable[Any]) -> None:
@@ -53,7 +54,8 @@ class Memo(dict[int, Any]):
                 filled.add(id(cell))
 
     def _hollow(self, function: FunctionType) -> FunctionType:
-        """A copy of a function without its captured state. Functions that share a variable share its copy."""
+        """A copy of a function without its captured state. Functions that share a variable share the copy of this
+        variable."""
         cells = tuple(self.setdefault(id(cell), CellType()) for cell in function.__closure__ or ())
         made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         made.__qualname__ = function.__qualname__
@@ -74,7 +76,8 @@ def objects_within(values: Iterable[Any], known: Collection[int], kinds: Any = o
 
 
 def inside(value: Any) -> dict[Any, Any]:
-    """The objects to which a value refers (for a function: those in its closure and defaults), by the step to each."""
+    """The objects to which a value refers (for a function: the objects in its closure and defaults), by the step to
+    each."""
     if isinstance(value, FunctionType):
         return {("default", k): entry for k, entry in enumerate(defaults_of(value))} | content_of(value, "cell")
     ways = [how for how in ways_to_hold(value) if how in OF_OBJECT]

@@ -1,9 +1,9 @@
 """Indices: a check that indices are in range, before a kernel runs on a GPU.
 
-On a CPU, an operator raises an error for an index out of range. On a GPU, its kernel makes the CUDA context unusable.
-Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be out of
-range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU, and so does
-binary cross entropy, which only accepts probabilities.
+On a CPU, an operator raises an error for an index out of range. On a GPU, the operator's kernel leaves the CUDA context
+unusable. Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be
+out of range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU. The same
+applies to binary cross entropy, which only accepts probabilities.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ INDEXING = {aten.index, aten.index_select, aten.gather, aten.take, aten.embeddin
 INDEXING |= {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.multi_margin_loss}
 INDEXING.add(aten.multilabel_margin_loss_forward)
 INDEXING |= {getattr(aten, name + end) for name in WRITING for end in ("", "_")}
-OF_PROBABILITIES = {aten.binary_cross_entropy}  # raise an error for a floating-point value that is not a probability
+OF_PROBABILITIES = {aten.binary_cross_entropy}  # operators that only accept probabilities
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:

@@ -61,7 +61,8 @@ FEW = 16  # the maximum number of elements of a tensor in Own
 
 
 def device_of_glue(model: nn.Module, batch: Batch) -> torch.device:
-    """The device on which a trace runs the glue of `model`: the model's, or the batch's if the model is on meta."""
+    """The device on which a trace runs the glue of `model`: the model's device, or the batch's device if the model is
+    on meta."""
     devices = (*(parameter.device for parameter in model.parameters()), batch.device)
     return next(device for device in devices if device.type != "meta")
 
@@ -71,7 +72,7 @@ class Settings:
 
     Attributes:
         values: a comparable form of the value at each Location.
-        modules: by id, each module that the unit or argument reaches, and its path.
+        modules: each module that the unit or argument reaches, with the module's path, by the module's id.
         hooks: the hooks of these modules.
     """
 
@@ -95,8 +96,8 @@ class Settings:
         return frozenset(map(id, self.root.modules()))
 
     def computed(self, taint: Taint) -> Iterator[PlacePath]:
-        """The paths of the tensors other than parameters that now have tags, such as results of other units. Omitted
-        is state that only this unit call writes: no other call has to know that this call reads the state."""
+        """The paths of the tensors other than parameters that now have tags, such as results of other units. State that
+        only this unit call writes is omitted, since no other call needs to know that this call reads the state."""
         for path, tensor in self.snapshot.current():
             tags = () if isinstance(tensor, nn.Parameter) else taint.of([tensor])
             if any(not (isinstance(tag, Kept) and tag.writer == taint.calls) for tag in tags):
@@ -111,7 +112,7 @@ OF_ANY_COPY = (TensorSpec, Known, Enum, *PLAIN)  # leaves that do not refer to o
 
 
 class UnitCall(NamedTuple):
-    """A unit call to answer; `leaves` and `tree` are its flattened (args, kwargs)."""
+    """A unit call that a trace answers, with its (args, kwargs) flattened into `leaves` and `tree`."""
 
     unit: str
     module: nn.Module
@@ -124,14 +125,14 @@ class UnitCall(NamedTuple):
 class CallKind:
     """The result of visiting one call.
 
-    `watched` are the paths of the modules whose attribute reads were recorded, `read` the attributes that the call
-    read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient from
-    the leaf, and `reached_aside` lists the other values that receive one. `shares` are the pairs (leaf, input) and
-    `twins` the pairs (leaf, earlier leaf) that share memory. `written` are the inputs to which the call writes, and
-    `met` are the tags of everything that the call reads except its tensor inputs and parameters. `own` contains the
-    values of the unit's smallest tensors, since sizes may depend on these values, or is None for a visit on meta.
-    `beside` are the places of tensors that had tags and that the call could read: if it has met no tags, it has read
-    none of these tensors.
+    `watched` are the paths of the modules whose attribute reads were recorded, and `read` are the attributes that the
+    call read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient
+    from the leaf, and `reached_aside` lists the other values that receive a gradient. `shares` are the pairs (leaf,
+    input) and `twins` the pairs (leaf, earlier leaf) that share memory. `written` are the inputs to which the call
+    writes, and `met` are the tags of everything that the call reads except its tensor inputs and parameters. `own`
+    contains the values of the unit's smallest tensors, on which sizes may depend, or is None for a visit on meta.
+    `beside` are the places of tensors that had tags and that the call could read: if the call has met no tags, it has
+    read none of these tensors.
     """
 
     settings: Settings
@@ -153,8 +154,8 @@ class CallKind:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other units may have this kind. This is the case if the visited call used no state that units share,
-        changed no list of the unit, and returned no opaque object."""
+        """Whether other units may have this kind: the visited call used no state that units share, changed no list of
+        the unit, and returned no opaque object."""
         common = any(step.how in ("cell", "global", "class") for part in self.parts for step in part.source.place)
         lists = any(p.source.how in LISTS and p.source.place[0].key == UNIT for p in self.parts)
         opaque = any(not isinstance(leaf, OF_ANY_COPY) for leaf in self.leaves)
@@ -269,8 +270,8 @@ class Kinds:
         return settings
 
     def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> CallKind:
-        """Run a unit's own forward on meta. If the forward fails on meta (it always does if autocast would cast), run
-        the forward on a real device with temporary tensors."""
+        """Run a unit's own forward on meta. If the forward fails on meta (as it always does if autocast would cast),
+        run the forward on a real device with temporary tensors."""
         try:
             return self._visit_on(torch.device("meta"), call, taint, settings)
         except TraceError:
@@ -293,7 +294,7 @@ class Kinds:
         module = call.module
         inputs, state = self._given(device, call, taint)
         of_buffers = set[Value]()
-        for name, buffer in module.named_buffers():  # another unit may have written to it
+        for name, buffer in module.named_buffers():  # another unit may have written to the buffer
             if tags := taint.of([buffer]):
                 taint.mark(state[name], tags)
                 of_buffers |= {tag for tag in tags if isinstance(tag, Value)}
@@ -323,7 +324,7 @@ class Kinds:
             self.meter.end(visit, flat, state.values())
         tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
         first: dict[int, int] = {}
-        passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # no operator of this call computed these
+        passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # of results that this call passes on
         return CallKind(
             settings=settings,
             watched=frozenset(settings.modules[address][1] for address in watched),
@@ -405,7 +406,7 @@ def _called_on(module: nn.Module, arguments: Any, state: dict[str, Tensor]) -> I
 
 
 def _refuse_generators(call: UnitCall, results: Sequence[tuple[Source, Sequence[Any], TreeSpec]]) -> None:
-    """Raise TraceError if the call has returned a generator, or has left one at a place."""
+    """Raise TraceError if the call has returned a generator, or has left a generator at a place."""
     for source, leaves, _ in results:
         if any(isinstance(leaf, GeneratorType) for leaf in leaves):
             place = format_path(source.place[1:])

@@ -13,7 +13,7 @@ from pipeshard.private import DispatchMode, OpOverload
 
 class Lone(DispatchMode):
     """Dispatch mode for code that only some ranks run in a step: a layer on its stage, and the loss on the last stage.
-    An operator that waits for all ranks raises TraceError, since it would hang in a step.
+    An operator that waits for all ranks raises TraceError, since the operator would hang in a step.
 
     Attributes:
         waiting: the first such operator and its line, even if the code has caught the TraceError.

@@ -1,4 +1,4 @@
-"""Meter: the work of each unit call at a batch's sizes, and the bytes of the tensors that autograd saves in it."""
+"""Meter: the work of each unit call at a batch's sizes, and the bytes of tensors that autograd saves in the call."""
 
 from __future__ import annotations
 
@@ -116,14 +116,15 @@ class Work:
     """The work of one unit call at the traced sizes, and the tensors that autograd saves in this call and in the glue
     between the previous call and this call.
 
-    `flops` and `elements` (the number of computed elements) are counted for one forward. `by_parameter` maps names of
-    the unit's parameters to the flops of the operators that read the parameter. The flops of an operator that reads
-    several parameters count for the largest parameter (the weight, not the bias). `kept` has the bytes of the tensors
-    that autograd saves for the backward, except parameters and leaves of the batch. The key of a tensor is the `Value`
-    of a unit's result, or another key that is the same for all calls that save the tensor. A call's intermediate
-    tensors share one key. `temporary` is the peak of the bytes that the backward allocates, including the gradients of
-    the results, minus the bytes of `kept` that the backward has freed. `waiting` is the number of bytes that W needs
-    after its B: the inputs of matrix products with trained parameters, and the gradients of these products.
+    `flops` and `elements` (the number of computed elements) are counted for one forward. `by_parameter` maps the name
+    of each of the unit's parameters to the flops of the operators that read this parameter. The flops of an operator
+    that reads several parameters count for the largest parameter (the weight, not the bias). `kept` maps the keys of
+    the tensors that autograd saves for the backward, except parameters and leaves of the batch, to the sizes of these
+    tensors in bytes. The key of a tensor is the `Value` of a unit's result, or another key that is the same for all
+    calls that save the tensor. A call's intermediate tensors share one key. `temporary` is the peak of the bytes that
+    the backward allocates, including the gradients of the results, minus the bytes of `kept` that the backward has
+    freed. `waiting` is the number of bytes that W needs after its B: the inputs of matrix products with trained
+    parameters, and the gradients of these products.
     """
 
     flops: int
@@ -154,7 +155,7 @@ class Visit:
     positions of saved inputs and results. `passed` maps each result that shares memory with an input to this input.
     `given` maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters.
     `factors` maps the storages of the inputs of matrix products with `trained` parameters to their bytes, and
-    `gradients` has the bytes of the gradients of these products.
+    `gradients` is the number of bytes of the gradients of these products.
     """
 
     flops: int = 0
@@ -174,10 +175,10 @@ class Visit:
 
 
 class Meter(DispatchMode):
-    """Mode that measures the runs of a Tracer; in the stack of dispatch modes, it is below the Taint.
+    """Mode that measures the runs of a Tracer. In the stack of dispatch modes, the Meter is below the Taint.
 
     Glue that computes with unit results runs on shapes only, since these results have no values. So a batch of the real
-    size takes no more time or memory than a small one. Attention runs as one fused operator, as on a GPU.
+    size takes no more time or memory than a small batch. Attention runs as one fused operator, as on a GPU.
 
     Attributes:
         works: the Work of each unit call.
@@ -196,7 +197,7 @@ class Meter(DispatchMode):
 
     @contextmanager
     def running(self, taint: Taint) -> Iterator[None]:
-        """Context manager for one run of a Tracer; `works` and `tail` are complete on exit."""
+        """Context manager for one run of a Tracer. `works` and `tail` are complete on exit."""
         self.taint, self.works, self.same, self.results = taint, [], {}, list[Tensor]()
         self.glue: list[WeakSet[_Kept]] = [WeakSet()]
         self.persistent = {key for key, tags in taint.tags.items() if tags}  # parameters, and the batch
@@ -241,7 +242,7 @@ class Meter(DispatchMode):
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)
-        own = (entry.tensor for entry in visit.graph if entry.key in visit.own)  # a list would keep them alive
+        own = (entry.tensor for entry in visit.graph if entry.key in visit.own)  # a list would keep the tensors alive
         with disable_current_modes(), Living(own, but=BY_ROWS) as living:
             self._differentiate(lambda: torch.autograd.backward(roots, [torch.empty_like(root) for root in roots]))
         return living.peak
@@ -258,7 +259,8 @@ class Meter(DispatchMode):
         return living.peak
 
     def _differentiate(self, run: Callable[[], object]) -> None:
-        # `run` fails if an operator has no meta kernel, or if values are read. What a recomputation saves is not kept.
+        # `run` fails if an operator has no meta kernel, or if values are read. Tensors that a recomputation saves are
+        # not recorded.
         unnoted = saved_tensors_hooks(_Kept, self._unpack)
         with replaced(self, is_differentiating=True), unnoted, DisableTorchFunction(), suppress(Exception):
             run()
@@ -273,7 +275,7 @@ class Meter(DispatchMode):
 
     def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
         """Add the Work of one call of the visited kind. `arguments` are the leaves of the call's arguments (of `tree`),
-        `result` the placeholders that the call returns."""
+        and `result` are the placeholders that the call returns."""
         index = len(self.works)
         self.works.append(self._work(visit, index, arguments, result))
         self.results += [leaf for leaf in result if isinstance(leaf, Tensor)]
@@ -332,8 +334,8 @@ class Meter(DispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operator on placeholders can run on shapes only. A view cannot. Neither can an operator that uses only
-    the shape of its input, since the operator's result has real values."""
+    """Whether an operator on placeholders can run on shapes only. Views cannot run on shapes only. An operator that
+    uses only the shape of its input cannot either, since its result has real values."""
     changes_shape = torch.Tag.inplace_view in func.tags
     return not (_is_view(func) or changes_shape or func._overloadpacket in SHAPED)
 

@@ -1,4 +1,4 @@
-"""Operators: which tensors torch's operators read, write and return to Python, and whether they draw or cast."""
+"""Operators: the tensors that torch's operators read, write or return to Python, and their use of random numbers."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +12,12 @@ from pipeshard.graph.shapes import TensorSpec, placeholder
 from pipeshard.private import tree_map_only
 
 aten = torch.ops.aten
-# Operators that return values to Python, or results whose shapes depend on values: a call is a decision of glue.
+# Operators that return values to Python, or results whose shapes depend on values. If glue calls such an operator, the
+# call is a decision.
 SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
 DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
 DECIDING |= {aten.bincount}
-SIZED_BY_SECOND = {aten.masked_select, aten._pack_padded_sequence}  # only the values of the second input decide
+SIZED_BY_SECOND = {aten.masked_select, aten._pack_padded_sequence}  # the second input's values decide
 # Operators that use only the shape of their input, not its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}

@@ -1,4 +1,4 @@
-"""Packages: the modules whose code a walk of Python state enters, and the modules that it skips.
+"""Packages: the Python modules whose code a walk of Python state enters, and the Python modules that the walk skips.
 
 A model from a package (diffusers, timm) reaches tens of thousands of objects through the package's registries, loaders
 and dependencies, but a forward changes none of these objects. So the walk is limited to the user's own code, and to
@@ -37,15 +37,15 @@ def is_users(module: str | None) -> bool:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether the package is in a folder of installed packages; False for an editable installation."""
+    """Whether the package is in a folder of installed packages. False for an editable installation."""
     of = sys.modules.get(package)
     folders = [getattr(of, "__file__", None), *getattr(of, "__path__", ())]
     return any(name in str(folder) for folder in folders for name in INSTALLED)
 
 
 def _is_of_directory(package: str) -> bool:
-    """Whether the package was installed from a local folder (`pip install .`) instead of an index: it may then be the
-    user's own."""
+    """Whether the package was installed from a local folder (`pip install .`) instead of an index. The package may then
+    be the user's own."""
     for distribution in _distributions().get(package, ()):
         origin = importlib.metadata.distribution(distribution).read_text("direct_url.json")
         if origin is not None and "dir_info" in json.loads(origin):

@@ -33,7 +33,7 @@ from pipeshard.replaced import StandIn
 
 OF_PYTHON = (type(None), bool, int, float, complex, str, bytes, range, slice)
 PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, np.number, np.bool_)
-PLAIN_OR_METHOD = (*PLAIN, MethodType)  # are compared with ==
+PLAIN_OR_METHOD = (*PLAIN, MethodType)  # types whose values are compared with ==
 REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # dicts whose entries a module reads as attributes
 # Other attributes that torch keeps in modules. Hooks are walked in their order, since the keys of their dicts are ids.
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
@@ -51,8 +51,8 @@ OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "LOAD_NAME")  # endings of the names of ins
 
 
 class PathStep(NamedTuple):
-    """One step on the path to a place: `how` is its kind ("attr", "item", "cell", "global", ...), `key` the name or
-    index."""
+    """One step on the path to a place: `how` is the kind of the step ("attr", "item", "cell", "global", ...), and `key`
+    is the name or index."""
 
     how: str
     key: Any
@@ -68,7 +68,7 @@ class Missing:
         return "nothing"
 
     def __reduce__(self) -> str:
-        return "MISSING"  # is pickled as a name
+        return "MISSING"  # pickle stores this name
 
 
 MISSING = Missing()
@@ -80,33 +80,33 @@ def is_comparable(value: Any) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether the value is plain and the same on all ranks, whose devices differ."""
+    """Whether the value is plain and can be equal on all ranks (not a device, since ranks have different devices)."""
     return isinstance(value, PLAIN) and not isinstance(value, torch.device)
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether these are one object, equal plain values, or the same method of one object: each read of a method creates
-    another object."""
+    """Whether these are one object, equal plain values, or the same method of one object (each read of a method creates
+    a new object)."""
     return a is b or (type(a) is type(b) and isinstance(a, PLAIN_OR_METHOD) and bool(a == b))
 
 
 def own(value: Any) -> Any:
-    """The value itself or, for an object that replaces an attribute for a while, the attribute's own value."""
+    """The value itself or, for a StandIn that temporarily replaces an attribute, the attribute's own value."""
     is_replaced = isinstance(value, StandIn) and value.instead_of is not MISSING
     return value.instead_of if is_replaced else value
 
 
 def is_users_function(value: Any) -> bool:
-    """Whether the value is a function of the user. functools.wraps sets the `__module__` of the user's function to that
-    of the function that it wraps."""
+    """Whether the value is a function of the user. functools.wraps gives the user's function the `__module__` of the
+    wrapped function, so the globals of the function are checked too."""
     if not isinstance(value, FunctionType):
         return False
     return is_users(value.__module__) or is_users(value.__globals__.get("__name__"))
 
 
 def _is_users_code(value: Any) -> bool:
-    """Whether the value, from a class, file or registry of a package, is the user's function, a partial, method or
-    property with such a function, or an object that a class of the user makes callable."""
+    """Whether a value from a class, file or registry of a package is the user's code: a function, a partial, method or
+    property with such a function, or a callable instance of the user's class."""
     if isinstance(value, functools.partial | MethodType | property):
         return any(_is_users_code(getattr(value, name, None)) for name in ("func", "__func__", "fget"))
     if isinstance(value, FunctionType):
@@ -129,8 +129,8 @@ def format_path(path: PlacePath) -> str:
 
 
 def resolve(root: Any, path: Iterable[PathStep]) -> Any:
-    """The value at the end of a path that starts at `root`. The path may have been recorded with unit calls
-    intercepted and resolved without, or vice versa."""
+    """The value at the end of a path that starts at `root`. Unit calls may be intercepted while the path is recorded,
+    but not while the path is resolved, or vice versa."""
     for how, key in path:
         if how in ("attr", "class", "code"):
             root = getattr(root, key)
@@ -206,8 +206,8 @@ def entries_of(content: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def ways_to_hold(value: Any) -> Iterator[str]:
-    """The ways in which a value holds content that may change ("attr", "item", ...); none for an immutable value such
-    as a tuple."""
+    """The ways in which a value holds content that may change ("attr", "item", ...). An immutable value, such as a
+    tuple, has none."""
     if _is_builtin(value):  # most values, decided fast
         yield "item" if type(value) is dict else "list"
         return
@@ -215,7 +215,7 @@ def ways_to_hold(value: Any) -> Iterator[str]:
         yield "state"
     has_attributes = is_object(value) and (hasattr(value, "__dict__") or bool(slots(value)))
     if isinstance(value, COLLECTIONS) and has_attributes and not isinstance(value, BUILTIN):
-        pass  # its entries are in its attributes; reading an entry may fail, as in configs with missing values
+        pass  # the entries are in attributes, and reading an entry may fail (in a config with missing values)
     elif isinstance(value, MutableMapping):
         yield "item"
     elif isinstance(value, MutableSequence | MutableSet):  # also a deque
@@ -238,7 +238,7 @@ def _is_builtin(value: Any) -> bool:
 
 
 def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
-    """The objects to which a value refers and that cannot be replaced in the value, each as (step, object)."""
+    """Yield (step, object) for each object to which a value refers, if the object cannot be replaced in the value."""
     if _is_builtin(value):
         return
     if isinstance(value, tuple):
@@ -265,14 +265,14 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
 
 
 def _has_code(kind: Any) -> bool:
-    """Whether the walk looks for functions in a class: in the user's own, and in a package's layers, which the user may
-    have patched."""
+    """Whether the walk looks for functions in this class: the class is the user's own, or a package's layer, which the
+    user may have patched."""
     return is_users(kind.__module__) or (issubclass(kind, nn.Module) and kind is not nn.Module)
 
 
 def code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
-    """The functions and properties of the user's class; of a package's class, the user's code in the class, in its
-    bases that are no layers, and in its Python module."""
+    """For the user's class, the functions and properties of the class. For a package's class, the user's code in the
+    class, in its bases that are not layers, and in its Python module."""
     code = _attributes_of(kind)
     if is_users(kind.__module__):
         yield from ((PathStep("class", name), v) for name, v in code.items() if isinstance(v, FunctionType | property))
@@ -293,7 +293,8 @@ def _attributes_of(kind: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """All names in a function's code, and all strings in it, since the function may pass a string to `getattr`."""
+    """All names in a function's code, and all strings in the code, since the function may pass a string to
+    `getattr`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_in(const)]
     strings = (const for const in code.co_consts if isinstance(const, str))
     return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
@@ -301,8 +302,8 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def names_stored_in(code: CodeType) -> frozenset[str]:
-    """The names of the attributes, globals and cells that a function's code sets, and all strings in it if it sets
-    items or calls `setattr`."""
+    """The names of the attributes, globals and cells that a function's code sets, and all strings in the code if the
+    code sets items or calls `setattr`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_stored_in(const)]
     steps = [step for step in dis.get_instructions(code) if step.opname.startswith("STORE_")]
     own = [step.argval for step in steps if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")]
@@ -312,7 +313,8 @@ def names_stored_in(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _globals_in(code: CodeType) -> tuple[str, ...]:
-    """The names in a function's code that it looks up in its globals, or all of its names if it calls `globals`."""
+    """The names that a function's code looks up in the function's globals, or all names in the code if the code calls
+    `globals`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _globals_in(const)]
     own = [step.argval for step in dis.get_instructions(code) if step.opname.endswith(OF_GLOBALS)]
     names = tuple(dict.fromkeys((*own, *inner)))
@@ -359,7 +361,7 @@ def is_array(value: Any) -> bool:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether the value is one of Python's built-in iterators. They cannot be rewound."""
+    """Whether the value is one of Python's built-in iterators, which cannot be rewound."""
     return hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
 
 
@@ -394,7 +396,7 @@ def _state(generator: Any) -> Any:
 
 
 def _text(state: Any) -> bytes:
-    """Nested plain values in Python syntax, encoded; arrays become lists."""
+    """Encode nested plain values in Python syntax, with arrays as lists."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -33,7 +33,7 @@ def preserving(
 
     With `timed`, no operator is intercepted, and among the tensors that were written to, only buffers are restored. A
     snapshot of a large model takes a long time: if nothing has changed the model since an earlier use of this context
-    manager, pass the object that it yielded as `before`.
+    manager, pass the object that the earlier use yielded as `before`.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)
@@ -143,7 +143,7 @@ def without_tf32() -> Iterator[None]:
     cudnn, mkldnn = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.mkldnn)
     backends: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul]
     before = [backend.fp32_precision for backend in backends]
-    products, convolves = "highest", True  # torch's defaults, if its older options cannot be read
+    products, convolves = "highest", True  # torch's defaults, used if torch's older options cannot be read
     with warnings.catch_warnings(action="ignore"):  # some torch versions warn about older options
         with contextlib.suppress(RuntimeError):
             products = torch.get_float32_matmul_precision()

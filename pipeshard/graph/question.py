@@ -1,7 +1,7 @@
 """Questions: Python decisions of glue on a batch's values (`if mask.all():`), evaluated again for every other batch.
 
 If the answer differs, the model may take a different path, and another Dataflow is needed. torch.export fails at such a
-branch, or specializes to one path. Here, the operators that compute the answer from the batch are recorded. Integers
+branch, or specializes to one path. Here, Recipes records the operators that compute the answer from the batch. Integers
 among the operators' arguments may depend on the sizes of the batch (`mask.sum() == mask.numel()`).
 """
 
@@ -18,8 +18,8 @@ from pipeshard.batch.batch import Batch
 from pipeshard.graph.shapes import Count, is_count
 from pipeshard.private import TreeSpec, tree_flatten, tree_unflatten
 
-FEW = 4  # larger sizes of a traced batch are lengths
-NO_VERSION = -1  # of a tensor that was made in inference mode: writes to this tensor are not counted
+FEW = 4  # sizes of a traced batch that are larger than this are lengths
+NO_VERSION = -1  # of a tensor made in inference mode: torch does not count writes to such a tensor
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Result(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """One operator of a Question; `leaves` and `tree` are its flattened (args, kwargs)."""
+    """One operator of a Question, with its (args, kwargs) flattened into `leaves` and `tree`."""
 
     func: Any
     leaves: tuple[Any, ...]
@@ -150,7 +150,7 @@ class Recipes:
             self._made[output] = output._version
 
     def note_read(self, tensors: Sequence[Tensor]) -> None:
-        """Record that glue has read a number that was computed from these tensors, without a question."""
+        """Record that glue has read, without a question, a number that was computed from these tensors."""
         self.is_unasked |= not all(map(self._is_made, tensors))
 
     def _is_made(self, tensor: Tensor) -> bool:
@@ -163,7 +163,8 @@ class Recipes:
         is_known = self._follow(func, args, kwargs, steps, {})
         question = Question(tuple(steps) if is_known else None, answer, self.device, paths)
         if self.real is not None and is_known and isinstance(answer, bool):
-            # Only a comparison of all runs shows which integers are sizes. Here, every integer equal to a size counts.
+            # Only a comparison of all runs shows which integers are sizes. Here, every integer that equals a size is
+            # treated as this size.
             guess = question.with_numbers(self._sizes.get(number, number) for number in question.numbers)
             answers = [asked.ask(self.real.tensors) for asked in (guess, question)]
             question = replace(question, answer=next((value for can, value in answers if can), answer))
@@ -172,8 +173,8 @@ class Recipes:
 
     def ask_count(self, count: Any, is_own: Callable[[Tensor], bool]) -> None:
         """Record the question of a criterion's count, if this count was computed only from the batch, Python values and
-        the criterion's own tensors (`is_own`). The values of other tensors may change from step to step, and so may a
-        number that was read from them."""
+        the criterion's own tensors (`is_own`). The values of other tensors, and numbers that were read from these
+        tensors, may change from step to step."""
         of_count = self._results.get(count) if isinstance(count, Tensor) else None
         if of_count is None or self.is_unasked or not _has_version(count, of_count.version):
             return
@@ -213,7 +214,7 @@ class Recipes:
 
 
 def _has_version(tensor: Tensor, version: int) -> bool:
-    """Whether nothing has written to the tensor since it had this version. False if that is unknown."""
+    """Whether nothing has written to the tensor since it had this version. False if the version is unknown."""
     return version != NO_VERSION and tensor._version == version
 
 

@@ -1,4 +1,4 @@
-"""Readers: which code reads the attributes of the units' modules in a trace."""
+"""Readers: the code that reads attributes of the units' modules in a trace."""
 
 import inspect
 from collections import defaultdict
@@ -50,8 +50,8 @@ class Readers:
                 self._readers[addresses[path]][name].add(index)
 
     def observed(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
-        """The attributes that other code reads, of the modules that each unit reaches: attributes in which the unit
-        leaves a value in one of `calls`, and all attributes of the unit's own modules with plain values."""
+        """For each unit, the attributes that other code reads in modules that the unit reaches: attributes in which the
+        unit leaves a value in one of `calls`, and all attributes with plain values in the unit's own modules."""
         left = {(call.unit, part.source.place) for call in calls for part in call.parts}
         for unit in dict.fromkeys(call.unit for call in calls):
             reached = settings[unit].modules
@@ -75,8 +75,8 @@ class Readers:
                         yield Observed(unit, place, frozenset(readers)), text
 
     def _observed_in_objects(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
-        """The places with plain values, in objects that several units reach, to which a unit's code may write and that
-        other code mentions."""
+        """The places with plain values in objects that several units reach, if one unit's code may write to the place
+        and other code mentions the place."""
         units = {call.unit: settings[call.unit] for call in calls}
         layers = nn.ModuleList(own.root for own in units.values())
         stored, named = (
@@ -98,8 +98,8 @@ class Readers:
 
 
 def _as_text(place: PlacePath, value: Any, around: tuple[int, ...] = ()) -> Iterator[tuple[PlacePath, str]]:
-    """The place if its value is a constant or a list of constants, or the entries of a dict that are, each with the
-    value as text. `around` are the ids of the dicts that contain the value, and that may be in it."""
+    """Yield the place, with its value as text, if the value is a constant or a list of constants. For a dict, yield
+    each such entry. `around` are the ids of the dicts that contain the value, since a dict may contain itself."""
     if type(value) is dict and id(value) not in around:
         for key, entry in value.items():
             yield from _as_text((*place, PathStep("item", key)), entry, (*around, id(value)))

@@ -33,11 +33,11 @@ def generator_of(device: torch.device) -> torch.Generator:
 class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so a dropout mask does not
     depend on the number of stages. In a forward-only call, the hash also contains the number of forward-only calls
-    since the last training step. For each `model` except 0, the hash also contains the model's number.
+    since the last training step. If `model` is not 0, the hash also contains this number.
 
-    A position is a unit call, or the glue before a call or after the last one. At each position, every stage uses the
+    A position is a unit call, or the glue before a call or after the last call. At each position, every stage uses the
     same random numbers as a run with one stage. Torch is always seeded, for dropout. `random` and numpy take longer to
-    seed. They are seeded only if `python` is True, that is, if the model uses them (LayerDrop, masked features).
+    seed, so they are seeded only if `python` is True, that is, if the model uses them (LayerDrop, masked features).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class Randomness:
             _restore(self.generators, states)
 
     def microbatch(self, i: int) -> None:
-        """Use the random numbers of microbatch i from the next call of `at` on."""
+        """Use the random numbers of microbatch i, starting with the next call of `at`."""
         self._key = (*self._key[:2], self._first + i, *self._key[3:])
 
     def at(self, place: int) -> Callable[[], None]:
@@ -76,7 +76,8 @@ class Randomness:
         return partial(_seed, self.generators, number, self.python)
 
     def of(self, i: int, python: bool) -> Callable[[int], object]:
-        """A function that seeds the generators for a position in microbatch i of this step, also after the step."""
+        """A function that seeds the generators for a position in microbatch i of this step, even after the step has
+        ended."""
         other = copy.copy(self)
         other.microbatch(i)
         other.python = python
@@ -99,7 +100,7 @@ class Draws:
 
     @classmethod
     def from_here(cls, device: torch.device) -> "Draws":
-        """A stream that starts from the current state of the generators, including that of `device`."""
+        """A stream that starts from the current state of the generators, including the generator of `device`."""
         made = cls()
         made._generators = Randomness(device).generators
         made._inside = _states(made._generators)
@@ -223,9 +224,9 @@ class Repeat:
 
 
 class Repeats:
-    """The Repeats of calls in checkpoints. A checkpoint restores torch's generators to their state at its start. Each
-    microbatch calls a unit with a different state of the generators, so unit and state identify a repeated call.
-    `stage` is part of the key, since several stages of a rank may call the unit with the same state."""
+    """The Repeats of calls in checkpoints. A checkpoint restores torch's generators to their states at the start of the
+    checkpoint. Each microbatch calls a unit with a different state of the generators, so unit and state identify a
+    repeated call. `stage` is part of the key, since several stages of a rank may call the unit with the same state."""
 
     def __init__(self, randomness: Randomness) -> None:
         self.randomness = randomness
@@ -236,7 +237,7 @@ class Repeats:
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """An empty Repeat of the current call of `unit`. The caller fills in the fields. The Repeat is kept only if the
         call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint.
-        All calls from the first call in such a checkpoint on are on one stage."""
+        The first call in such a checkpoint and all later calls are on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -292,7 +293,7 @@ class SharedDraws(DispatchMode):
         return result
 
     def drawn(self, func: Any, tensor: Tensor) -> None:
-        """Record the random result of an operator in the first run; in later runs, overwrite the result with its part
+        """In the first run, record the random result of an operator. In later runs, overwrite the result with its part
         of the recorded values."""
         if self.is_whole:
             self.whole.append(tensor.clone())
@@ -308,8 +309,8 @@ def torch_states() -> list[Tensor]:
 
 
 def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
-    """The part of `full` with this shape. In each dimension in which `shape` is smaller, this is the start of `full` if
-    `rows` starts at 0, otherwise the end."""
+    """The part of `full` with this shape. In each dimension in which `shape` is smaller, the part is the start of
+    `full` if `rows` starts at 0, otherwise the end."""
     for dim, size in enumerate(shape):
         if size != full.shape[dim]:
             full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)

@@ -22,7 +22,7 @@ Group = tuple[tuple[str, int], ...]  # axes of the same size: (path of the tenso
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor, and whether it requires a gradient.
+    """The shape and dtype of a tensor, and whether the tensor requires a gradient.
 
     `slopes[d][g]` is the growth of dimension d per unit of axis group g.
     """
@@ -49,8 +49,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Count:
     """An integer that depends on the batch's sizes: an affine function of these sizes or, with `is_product`, a multiple
-    of the product of some of them. `slopes[g]` is the growth of the integer per unit of axis group g while all other
-    groups have their traced sizes."""
+    of the product of some of the sizes. `slopes[g]` is the growth of the integer per unit of axis group g while all
+    other groups have their traced sizes."""
 
     value: int
     slopes: tuple[int, ...]
@@ -71,7 +71,7 @@ def is_count(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Axes:
-    """The groups of axes of one batch structure; group 0 counts the samples.
+    """The groups of axes of one batch structure. The axes in group 0 count the samples.
 
     Sequence axes of the same size on the same side (encoder or decoder) form one group. All other axes are pinned: a
     batch in which a pinned size differs must be traced again.
@@ -143,8 +143,8 @@ class Axes:
         return tuple(deltas)
 
     def shortened(self, batch: Batch, length: int) -> Batch:
-        """`batch` with every group except group 0 (the samples) shortened to at most `length`. The same object is
-        returned if no such group is longer."""
+        """`batch` with every group except group 0 (the samples) shortened to at most `length`. Returns the same object
+        if no such group is longer."""
         deltas = self.deltas(batch) or (0,) * len(self.sizes)
         for group, (size, delta) in list(enumerate(zip(self.sizes, deltas)))[1:]:
             if size + delta > length:
@@ -169,7 +169,7 @@ class Axes:
         return batch.map(resize)
 
 
-# Reserves no memory: a placeholder may be larger than the machine's memory, and is seldom accessed.
+# These flags reserve no memory: a placeholder may be larger than the machine's memory, and is seldom accessed.
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)  # 0x4000: MAP_NORESERVE
 
 
@@ -189,7 +189,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros whose memory is allocated by the system only when glue accesses it: most placeholders of a large model are
+    """Zeros whose memory the system allocates only when glue accesses the zeros: most placeholders of a large model are
     only passed on."""
     if device.type != "cpu" or 0 in spec.shape:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
@@ -206,24 +206,24 @@ def placeholder(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A placeholder on `device` with the values of `tensor`, so that masks and positions that were not computed by a
-    unit are correct."""
+    """A placeholder on `device` with the values of `tensor`, so that masks and positions that no unit has computed are
+    correct."""
     copied = placeholder(TensorSpec.of(tensor), device)
     copied.data.copy_(tensor)
     return copied
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a unit's own tensor has values on this rank, that is, it is neither on meta, nor released, nor sharded
+    """Whether a unit's own tensor has values on this rank: the tensor is neither on meta, nor released, nor sharded
     across ranks."""
     values = getattr(tensor, "pipeshard_values", tensor)
     return not (values.is_meta or hasattr(tensor, "pipeshard_trainable") or isinstance(tensor, DTensor))
 
 
 def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """New tensors on `device`, by name, for a unit's parameters and buffers; tied names share one tensor. Unless
-    `device` is meta, a tensor has its values in `lent` (from another rank), otherwise its values on this rank,
-    otherwise zeros."""
+    """New tensors on `device`, by name, for a unit's parameters and buffers. Tied names share one tensor. Unless
+    `device` is meta, a tensor has the values in `lent` (from another rank) if there are any, otherwise its values on
+    this rank, otherwise zeros."""
     lent = lent or {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     blanks: dict[Tensor, Tensor] = {}
@@ -238,5 +238,5 @@ def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tens
 
 
 def is_trainable(tensor: Tensor) -> bool:
-    """Whether a parameter is trained, on this stage or, if this stage has released it, on another stage."""
+    """Whether a parameter is trained on this stage, or on another stage if this stage has released the parameter."""
     return getattr(tensor, "pipeshard_trainable", tensor.requires_grad)

@@ -1,8 +1,8 @@
 """Snapshot: a record of the mutable state that code can reach from some objects, used to find later changes.
 
 The state that a unit or glue leaves behind is found by comparison: everything that the code can reach is recorded
-before a run, and compared after the run. So no list of the ways in which models leave state is needed. Running a copy
-of the objects would not work, since hooks, generators and shared objects must stay the same objects.
+before a run, and compared after the run. So pipeshard needs no list of the ways in which models leave state. Running a
+copy of the objects would not work, since hooks, generators and shared objects must stay the same objects.
 
 A Dataflow is valid only for the Python state (flags) with which it was traced. torch.compile guards the values that its
 trace has read. Here, some reads of glue and units are unknown, so every step compares the whole Python state. Each
@@ -57,13 +57,15 @@ CALLED_HOOKS = frozenset(name for name in HOOKS if "state_dict" not in name)  # 
 
 
 class Thresholds(NamedTuple):
-    """Numbers with which code may compare a float: numbers `in_code`, and how many places contain each number."""
+    """Numbers with which code may compare a float: `in_code` are the numbers in functions, and `in_places` counts the
+    places that contain each number."""
 
     in_code: set[float]
     in_places: Counter[float]
 
     def without(self, moved: Iterable[tuple[float, float]]) -> Self:
-        """These numbers without the former numbers of changed places; `moved` has (before, now) for each place."""
+        """These numbers without the former numbers of changed places. `moved` has (before, now) for each changed
+        place."""
         return self._replace(in_places=self.in_places - Counter(before for before, _ in moved))
 
     def lie_between(self, before: float, now: float) -> bool:
@@ -102,8 +104,8 @@ class Holder(NamedTuple):
 
 class Snapshot:
     """The state of everything that is reachable from `roots`, other than through the objects in `without`, recorded
-    when the Snapshot is created. Paths begin with the name of their root. `then` are roots that are walked last: the
-    path of an object that `roots` also reach begins at one of `roots`.
+    when the Snapshot is created. Paths begin with the name of their root. `then` are roots that are walked last, so an
+    object that `roots` also reach has a path from one of `roots`.
 
     Attributes:
         paths: the path of each holder, by id.
@@ -133,8 +135,8 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The changes of places whose values were replaced. Fast if there are none: every step compares the state of a
-        whole model.
+        """The changes of places whose values were replaced. This method is fast if there are none, since every step
+        compares the state of a whole model.
 
         `same(before, now)` decides whether two different objects count as equal.
         """
@@ -168,8 +170,8 @@ class Snapshot:
         return self._seen.values()
 
     def current(self) -> Iterator[tuple[PlacePath, Tensor]]:
-        """The tensors that the recorded objects contain now, with their paths. They may have replaced the recorded
-        ones."""
+        """The tensors that the recorded objects contain now, with their paths. These tensors may have replaced the
+        recorded tensors."""
         yield from ((path, tensor) for path, holder, _, tensor, _ in self.tensors if id(holder) not in self.paths)
         for path, holder, how, *_ in self._with_tensors:
             for key, entry in entries_of(content_of(holder, how)):
@@ -284,7 +286,8 @@ MOST_STATES = 16  # the maximum number of states that are recognized
 
 
 class Looks:
-    """Counts looks at something. `number` is the number of looks, `new` the numbers of the latest with a new result."""
+    """Counts looks at something. `number` is the number of looks, and `new` are the numbers of the latest looks that
+    found something new."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -303,10 +306,11 @@ class Looks:
 class Flags:
     """Assigns a number to each state of a model's Python objects, or of another object (`beside`), such as a criterion.
 
-    Changes by the forwards themselves (to counters, caches, lists that they fill) do not count: `stepped` finds such
-    changes by comparing the state before and after a step. For another object, changed values of tensors (except
-    parameters) also count, even if the tensor was replaced, and a float counts as changed only if its `kind_of_number`
-    changes, or if it passes a number with which the code may compare it. So a criterion's weights may be annealed.
+    Changes that forwards themselves make (to counters, caches, and lists that they fill) do not count: `stepped` finds
+    these changes by comparing the state before and after a step. For another object, changed values of tensors (except
+    parameters) also count, even if the tensor was replaced. A float of such an object counts as changed only if its
+    `kind_of_number` changes, or if the float passes a number with which the code may compare it. So a criterion's
+    weights may be annealed.
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -320,7 +324,7 @@ class Flags:
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
         self.moved_hooks: set[int] = set()  # the ids of hooks that forwards have registered or removed
         self.first_hook = 0  # the id of the first hook that was registered after the last call of `number`
-        self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
+        self.unsure: set[int] = set()  # states in which no step has run yet: the places that a step changes are unknown
         self.looks = Looks()
         self.now = self.next = 0  # the number of the current state, and of the next new one
 
@@ -333,13 +337,13 @@ class Flags:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether no value has changed since the current state was first found, not even a value that does not count: a
-        number that a forward changes, or an annealed float."""
+        """Whether no value has changed since the current state was first found, including values that do not count
+        otherwise (numbers that a forward changes, annealed floats)."""
         state = self.states[self.now]
         return not any(True for _ in (state.changes() if self.without else flagged(state)))
 
     def newest_change(self) -> PlacePath:
-        """The place of a change since the second newest state, or () if there is none, for example if only
+        """The place of a change since the second newest state. Returns () if no place has changed, for example if only
         `requires_grad` has changed."""
         changes = self._changes(self.next - 2) if self.next - 2 in self.states else ()
         return next((change.path for change in changes if (id(change.holder), change.key) not in self.moved), ())
@@ -349,7 +353,7 @@ class Flags:
             if any(leaf.requires_grad != required for leaf, required in self.trained[number].values()):
                 continue
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
-                self.states[number] = self.states.pop(number)  # to the end: the states in use are kept
+                self.states[number] = self.states.pop(number)  # moved to the end: the states in use are kept
                 return number
         self.looks.found()
         if len(self.states) >= MOST_STATES:
@@ -412,7 +416,7 @@ class Flags:
 
 class Hooks:
     """The hooks of some modules, given with their paths, recorded on creation. A Snapshot walks the hooks, but does not
-    compare the dicts that contain them: their keys are the ids of handles."""
+    compare the dicts that contain the hooks, since the keys of these dicts are ids of handles."""
 
     def __init__(self, modules: Iterable[tuple[PlacePath, nn.Module]], names: Iterable[str] = CALLED_HOOKS) -> None:
         held = ((path, name, module.__dict__.get(name)) for path, module in modules for name in names)
@@ -426,8 +430,8 @@ class Hooks:
 
 
 def _is_same_hook(before: Any, now: Any) -> bool:
-    """Whether these are the same hook, or functions that a loop creates again, with the same values in their closures,
-    defaults and attributes."""
+    """Whether these are the same hook, or two functions with the same code (created in a loop) and the same values in
+    their closures, defaults and attributes."""
     if not isinstance(before, FunctionType) or not isinstance(now, FunctionType) or before.__code__ is not now.__code__:
         return is_same(before, now)
     held = [(defaults_of(hook), content_of(hook, "cell").values(), vars(hook).values()) for hook in (before, now)]
@@ -464,8 +468,9 @@ def has_same_entries(before: Any, now: Any) -> bool:
 
 
 class _Annealing:
-    """Compares values with those of a state. A changed float counts as equal if its `kind_of_number` is the same, and
-    if comparisons with all other numbers, including other changed floats, have the same results."""
+    """Compares current values with the recorded values of a state. A changed float counts as equal if its
+    `kind_of_number` is the same, and if comparisons with all other numbers, including other changed floats, have the
+    same results."""
 
     def __init__(self, state: Snapshot, values: Mapping[int, Tensor]) -> None:
         self.state, self.values = state, values
@@ -509,18 +514,18 @@ COUNTED = 64  # the largest integer that is compared by value
 
 
 def kind_of_number(number: float) -> Hashable:
-    """The kind of a number that a user may change in every step: an integer up to COUNTED by value, any other number by
-    its sign and the next power of four."""
+    """The kind of a number that a user may change in every step: the value of an integer up to COUNTED, or the sign and
+    the next power of four of any other number."""
     if not math.isfinite(number) or (number.is_integer() and abs(number) <= COUNTED):
         return repr(number)
     return number > 0, math.ceil(math.log(abs(number), 4))
 
 
 def is_mentioned(place: PlacePath, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether the code of the criterion, or code of modules that `unit` does not contain, mentions the name of `place`:
-    their classes, and functions in their attributes. This code may then read the value that a call of the unit has
-    written to the place. A decorator of the user that `unit` has too does not count. True for a place without a
-    name."""
+    """Whether code outside `unit` mentions the name of `place`, and may therefore read the value that a call of the
+    unit has written to the place. This code is the criterion's code, the classes of modules that `unit` does not
+    contain, and functions in attributes of such modules. A user's decorator that `unit` also has does not count. True
+    for a place without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True
@@ -543,8 +548,8 @@ def _classes_in(model: nn.Module) -> set[type]:
 
 
 def _members_of(kind: type) -> Iterator[Any]:
-    """The values in the dicts of a class and its bases, except nn.Module. Not cached, since the user may replace
-    them."""
+    """The values in the dicts of a class and its bases, except nn.Module. The values are not cached, since the user may
+    replace them."""
     for base in kind.__mro__:
         if base not in (nn.Module, object):
             yield from vars(base).values()
@@ -576,6 +581,6 @@ def _undecorated(value: Any) -> FunctionType | None:
 
 
 def _decorator(value: Any) -> FunctionType | None:
-    """The user's function around the function of a method, a property or a partial."""
+    """The user's decorator of the function of a method, a property or a partial, or None."""
     function = _called(value)
     return function if function is not inspect.unwrap(function) and is_users_function(function) else None

@@ -10,7 +10,7 @@ from pipeshard.private import functorch_unwrapped
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A key that identifies a tensor's storage; a torch.func wrapper has the key of the wrapped tensor. A sparse tensor
+    """A key that identifies a tensor's storage. A torch.func wrapper has the key of the wrapped tensor. A sparse tensor
     has no storage, so its key identifies the tensor itself."""
     if tensor.layout is not torch.strided:
         return -id(tensor)

@@ -1,9 +1,9 @@
 """Taint: the values from which each tensor was computed, recorded for each storage.
 
 Autograd's graph shows the dependencies of floating-point results. It shows neither the dependencies of integers and
-masks, nor those through writes under no_grad or through `data`, nor the values on which Python has branched. So a
-dispatch mode propagates tags from the inputs of each operator to the outputs. Each storage has its tags, so a view has
-the tags of its base.
+masks, nor dependencies through writes under no_grad or through `data`, nor the values on which Python has branched. So
+a dispatch mode propagates tags from the inputs of each operator to the outputs. Each storage has its tags, so a view
+has the tags of its base.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +66,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """State of an earlier forward, in the place `name`. If only one unit call writes to the place, `writer` is the
+    """State from an earlier forward in the place `name`. If only one unit call writes to the place, `writer` is the
     number of this call."""
 
     name: str
@@ -95,8 +95,8 @@ class Hook(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A branch of glue at `line`. `parameters` are the names of the parameters on which it depends, or () if it depends
-    on unit results."""
+    """A branch of glue at `line`. `parameters` are the names of the parameters on which the branch depends, or () if
+    the branch depends on unit results."""
 
     line: str
     parameters: tuple[str, ...] = ()
@@ -107,8 +107,8 @@ class Taint(DispatchMode):
 
     Outside units (`inside is None`), a result has the tags of the operator's inputs. Inside unit call c, every result
     is tagged Hidden(c), the tags of all inputs are collected in `met`, and work is counted in `flops` and `elements`.
-    In glue, an operator with a meta tensor as input (a parameter of a model on meta) runs on shapes only. It returns
-    zeros, or a meta tensor if all inputs are on meta.
+    In glue, an operator with a meta tensor as input (a parameter of a model on meta) runs on shapes only. Such an
+    operator returns zeros, or a meta tensor if all inputs are on meta.
     """
 
     def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
@@ -147,7 +147,7 @@ class Taint(DispatchMode):
         self._alive: list[Any] = []  # prevents reuse of addresses
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
-        """The union of the tags of all tensors among `tensors`; other objects are ignored."""
+        """The union of the tags of all tensors among `tensors`. Other objects are ignored."""
         return NO_TAGS.union(*(self.tags.get(storage_of(t), NO_TAGS) for t in tensors if isinstance(t, Tensor)))
 
     def reached(self, tensor: Tensor) -> frozenset[Value]:
@@ -237,7 +237,7 @@ class Taint(DispatchMode):
     ) -> tuple[Any, frozenset[Tag]]:
         assert self.inside is not None
         if kwargs.get("generator") is not None and any(t.is_meta for t in inputs):
-            raise RuntimeError("on meta, a generator produces no random numbers")  # its state must change
+            raise RuntimeError("on meta, a generator produces no random numbers")  # the generator's state must change
         result, hidden = func(*args, **kwargs), frozenset({Hidden(self.inside)})
         self.met |= tags - hidden
         self.flops += flops(func, args, kwargs, result)
@@ -245,10 +245,10 @@ class Taint(DispatchMode):
         return result, hidden
 
     def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """Run an operator of glue. If an input is on meta, the result is zeros; if all inputs and the target device are
+        """Run an operator of glue. If an input is on meta, the result is zeros. If all inputs and the target device are
         meta, the result stays on meta."""
         device = kwargs.get("device")
-        moved = device is not None and torch.device(device).type == "meta"  # to a parameter's device
+        moved = device is not None and torch.device(device).type == "meta"  # the target is a parameter's device
         if not any(t.is_meta for t in inputs):
             return func(*args, **kwargs | {"device": self.device} if moved else kwargs)
         stays = all(t.is_meta for t in inputs) and (device is None or moved)  # uses parameters and buffers only
@@ -258,8 +258,8 @@ class Taint(DispatchMode):
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
         """Record a decision: a Python branch, or with `shaping` a shape, depends on values with these tags. Decisions
-        inside a unit are ignored. `is_asked` means that a Question or `shapes` records the decision, `is_for_all` that
-        no stage, not even the last, can make the decision."""
+        inside a unit are ignored. `is_asked` means that a Question or `shapes` records the decision. `is_for_all` means
+        that no stage, not even the last, can make the decision."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -302,13 +302,13 @@ class Taint(DispatchMode):
 
     @property
     def read_between(self) -> set[str]:
-        """The inputs from which glue computed lengths (one number, or one number per sample) that it read before a unit
-        call: such lengths may determine shapes."""
+        """The inputs from which glue computed lengths (one number, or one number per sample) that glue read before a
+        unit call: such lengths may determine shapes."""
         return {path for path, calls in self.lengths.items() if calls < self.calls}
 
     def read_positions(self, tensors: Iterable[Any]) -> None:
-        """Record that an operator splits a tensor at the positions in these tensors, which it reads by address. Of a
-        tensor of one number, the dispatcher sees the read."""
+        """Record that an operator splits a tensor at the positions in these tensors, which the operator reads by
+        address. Tensors without dimensions are skipped, since the dispatcher sees these reads."""
         positions = [tensor for tensor in tensors_among(tensors) if tensor.ndim]
         self.decide(self.of(positions), shaping=True)
         self.read_shape(positions)
@@ -326,7 +326,7 @@ class Taint(DispatchMode):
     @contextmanager
     def inside_call(self) -> Iterator[set[int]]:
         """Context manager for the next unit call: operators inside the context belong to this call. Yields the set of
-        the storages to which they write."""
+        storages to which these operators write."""
         self.inside, self.met, self.flops, self.elements = self.calls, set(), 0, 0
         self.stores = set()
         try:

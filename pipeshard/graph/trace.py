@@ -28,8 +28,8 @@ from pipeshard.hf import BOUNDARIES, is_encoder_decoder
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
-FAR_LENGTHS = (1001, 29)  # increases in length for the last check, which uses the first one that the model accepts
-ROWS, LENGTH = 2, 8  # the least number of samples in a trace, and their maximum length (if the model runs with it)
+FAR_LENGTHS = (1001, 29)  # increases in length: the last check uses the first increase that the model accepts
+ROWS, LENGTH = 2, 8  # the minimum number of samples in a trace, and their maximum length (if the model accepts it)
 
 
 @inside_pipeshard()
@@ -46,17 +46,17 @@ def trace(
 ) -> Dataflow:
     """Return the Dataflow of `model(batch)` and of `criterion(output, batch)` (by default the output's loss).
 
-    Only glue runs. Each unit call returns zeros with the shapes of its result. These shapes are found by running one
-    unit per kind (class, parameter shapes, input shapes) on meta. The model, which may be on meta, and the user's
+    Only glue runs. Each unit call returns zeros with the shapes of its result. The trace finds these shapes by running
+    one unit per kind (class, parameter shapes, input shapes) on meta. The model, which may be on meta, and the user's
     random generators are unchanged afterwards. The trace is repeated with other batch and sequence sizes, to find the
     shapes for all sizes. With `exact`, only the batch itself is traced, and the Dataflow is valid only for the batch's
     sizes.
 
     Modules named in `cuts` are units at any depth. A module without parameters is also a unit if its code branches on
     activations. A unit that does not run on meta (it needs values, or its kernels need memory) runs once on `device`
-    (default: the model's). The unit's own tensors then have the values in `lent` (by unit and name) or the values on
-    this rank, or are zeros if there are none. Without `grad`, the glue runs as under no_grad, and no result requires
-    grad. `draw` seeds the random numbers of the glue, as described for Tracer.
+    (default: the model's). The unit's own tensors then have the values in `lent` (by unit and name), otherwise the
+    values on this rank, otherwise zeros. Without `grad`, the glue runs as under no_grad, and no result requires grad.
+    `draw` seeds the random numbers of the glue, as described for Tracer.
 
     Raises TraceError if the forward or the criterion fails (the error names the unit, the last unit before the error,
     or the criterion), ConfigurationError if the criterion trains tensors outside the model, PartitionError for a name
@@ -109,8 +109,9 @@ def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
 
 
 def _traced_rows(sample: Batch) -> Tensor:
-    """The indices of the samples to trace: the first ones and, for each media leaf of which these have no entry, the
-    first sample that has one. Without this sample, the Dataflow would lack the units that read the leaf."""
+    """The indices of the samples to trace: the first samples and, for each media leaf without an entry for these
+    samples, the first sample with an entry. Without the latter sample, the Dataflow would lack the units that read the
+    leaf."""
     rows = [row % sample.rows for row in range(ROWS)]
     for counts in sample.owners.values():
         if any(counts) and not any(counts[row] for row in rows):
@@ -153,9 +154,8 @@ def _pinned(flow: Dataflow, keep: int) -> Dataflow:
 
 
 def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
-    """Whether the shapes of `general` are correct if every free size is slightly larger and, if the model runs with
-    such lengths, for much larger lengths. A size that is rounded to windows or strides looks constant if a length
-    changes little."""
+    """Whether the shapes of `general` are correct for slightly larger free sizes and, if the model accepts them, for
+    much larger lengths. A size that is rounded to windows or strides looks constant if a length changes little."""
     lengths = len(general.axes.sizes) - 1
     if _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)]) is not True:
         return False
@@ -186,7 +186,8 @@ def _holds(
     same_path: bool = True,
 ) -> bool | None:
     """Whether a run in which each group g is larger by `growth[g]` has the shapes of `general`, or None if the run
-    fails or, without `same_path`, takes another path (such as with a mask, if the length exceeds the window)."""
+    fails or, without `same_path`, takes another path (for example, creates a mask because the length exceeds the
+    window)."""
     axes = general.axes
     for group in range(len(axes.sizes)):
         batch = axes.resized(batch, group, growth[group])

@@ -122,7 +122,7 @@ class Tracer:
             self._refuse_foreign(loss)
             if self.meter:
                 self.meter.loss = loss
-            self.python_random |= python_state() != state  # a visit may use them, too
+            self.python_random |= python_state() != state  # a visit may use `random` or numpy, too
         return self._dataflow(output, loss, batch, sealed, of_forward)
 
     def _mark_inputs(self, batch: Batch) -> None:
@@ -319,9 +319,10 @@ class Reading(TorchFunctionMode):
     Four uses are reported as decisions: reading values or the address of a tensor (`tolist`, `data_ptr`, ...);
     splitting at the positions in a tensor; converting a list with tensors to a tensor or an index; and differentiating
     unit results in glue, since each stage has only a part of their graph (in a trace, these gradients are zeros). Range
-    checks of `one_hot` are not decisions. Hooks on gradients are also reported, and so are reads of sizes that depend
-    on values of the batch. Raises RuntimeError inside a unit on meta if autocast would cast, since meta tensors are not
-    cast, and if the address of a meta tensor (0) is read, since a (Triton) kernel would access memory at this address.
+    checks of `one_hot` are not decisions. Hooks on gradients and reads of sizes that depend on values of the batch are
+    also reported. Raises RuntimeError inside a unit on meta if autocast would cast, since autocast does not cast meta
+    tensors. Also raises RuntimeError if the address of a meta tensor (0) is read, since a (Triton) kernel would access
+    memory at this address.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
@@ -366,7 +367,7 @@ class Reading(TorchFunctionMode):
             self.taint.is_checking = False
 
     def _are_of_units(self, outputs: Any) -> bool:
-        """Whether glue differentiates tensors of unit results (False inside a unit). This is recorded as a decision."""
+        """Whether glue differentiates tensors of unit results (False inside a unit). If so, records a decision."""
         tags = frozenset(tag for tag in self.taint.of(tensors_among([outputs])) if isinstance(tag, Value | Hidden))
         self.taint.decide(tags, is_for_all=True)
         return bool(tags) and self.taint.inside is None

@@ -48,8 +48,8 @@ class Source(NamedTuple):
     """The way in which a tree of values leaves a unit call. Without `module` and `place`, the tree is the unit's
     result.
 
-    With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`;
-    forward hooks collect such results (attentions, router logits). With `place`, a path that starts at the unit or its
+    With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`.
+    Forward hooks collect such results (attentions, router logits). With `place`, a path that starts at the unit or its
     arguments, the unit left the tree at this place. `how` is then "set", "added" (to a list), "all" (the content of a
     list) or "written" (into a tensor).
     """
@@ -127,7 +127,7 @@ register_pytree_node(
 
 
 def opened(content: Any, known: Mapping[int, PlacePath] | None = None) -> Any:
-    """`content` as a pytree in which objects are nodes; an object whose id is in `known` is a Known leaf."""
+    """`content` as a pytree in which objects are nodes. An object whose id is in `known` becomes a Known leaf."""
     known = known or {}
     if isinstance(content, Tensor | str | int | float | None):
         return content
@@ -187,7 +187,7 @@ def changed(
 def _changed_through_data(snapshot: Snapshot, stores: Container[int]) -> Iterator[Change]:
     """The tensors that were written to through `data`, such as running averages: their storages are in `stores`, but
     their versions have not changed. Parameters are omitted: a constraint on weights (such as a norm of at most 1) that
-    each forward applies does not change weights that already satisfy it."""
+    each forward applies does not change weights that already satisfy the constraint."""
     for path, holder, key, tensor, version in snapshot.tensors:
         is_written = storage_of(tensor) in stores and tensor._version == version
         if is_written and not isinstance(tensor, nn.Parameter):
@@ -238,8 +238,8 @@ def run_collecting(
     """Run one call of `unit` with `arguments` (args, kwargs), and return its outputs with their sources: the result,
     the results of `modules`, and the values of `places`.
 
-    `modules` are names of modules inside the unit; with `silent`, their own forward hooks are not called, except hooks
-    that only make the module's result require a gradient. `places` are sources to read after the call.
+    `modules` are names of modules inside the unit. With `silent`, the forward hooks of these modules are not called,
+    except hooks that only make the module's result require a gradient. `places` are sources to read after the call.
     """
     args, kwargs = arguments
     heard: list[tuple[Source, Any]] = []

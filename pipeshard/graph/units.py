@@ -28,8 +28,8 @@ class CutPoint(nn.Module):
     """Marks a place where the model may be cut. Call it on the value that crosses this place: `x = self.cut(x)`
     (Varuna, Athlur et al. 2022, arXiv:2111.04007). It returns the same object that it receives.
 
-    A model with CutPoints is cut only after CutPoints; p stages need at least p - 1 CutPoints. Each CutPoint marks one
-    place: in a loop, use an `nn.ModuleList` of CutPoints. `x` is a tensor (b, ...) whose dimension 0 counts the
+    A model with CutPoints is cut only after CutPoints, so p stages need at least p - 1 CutPoints. Each CutPoint marks
+    one place: in a loop, use an `nn.ModuleList` of CutPoints. `x` is a tensor (b, ...) whose dimension 0 counts the
     samples, or a tuple, list or dict that contains tensors. Other values that are used on both sides of a cut (skip
     connections, numbers, masks) need no CutPoint: the trace finds them.
 
@@ -71,7 +71,8 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
 
 def escaped(call: "Call") -> str:
     """The predicate of an error message whose subject is a reader, on a later stage, of a value that escapes this call
-    untracked. At a CutPoint, only writes escape: its input and output are one tensor, but two tensors at a cut."""
+    untracked. At a CutPoint, only writes escape: the CutPoint's input and output are one tensor, but two tensors at a
+    cut."""
     if not call.is_cut:
         return f"uses a value that escapes unit {call.unit} untracked"
     return (
@@ -92,9 +93,9 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     A list inside such a list, an `nn.ModuleDict`, and a stage of a hierarchy (swin, resnet) that is not recomputed as a
     whole are split into their members. In a model without such lists and without CutPoints, an `nn.Sequential` counts
     as a list, and each of its members is a unit, even without parameters: as glue, a pooling layer would run on every
-    later stage. CutPoints and the modules named in `cuts` are units; modules that contain them are not. A module with
-    several names counts once, under its first name. In a list with the attribute `pipeshard_uncut`, each member is a
-    unit, even without parameters.
+    later stage. CutPoints and the modules named in `cuts` are units. Modules that contain such a unit are not units. A
+    module with several names counts once, under its first name. In a list with the attribute `pipeshard_uncut`, each
+    member is a unit, even without parameters.
     """
     forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
@@ -135,7 +136,7 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
 
 def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The full names of the modules `names`; for a PeftModel, `names` may be names in its base model.
+    """The full names of the modules `names`. For a PeftModel, `names` may be names in the base model.
 
     Raises PartitionError for the model itself, and for a name that is not a module of the model. The error then lists
     similar names.
@@ -153,7 +154,7 @@ def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """The modules outside the units. Their own forwards are glue."""
+    """The modules outside the units. The forwards of these modules are glue."""
     inside = {child for unit in units.values() for child in unit.modules()}
     return [module for module in model.modules() if module not in inside]
 
@@ -206,7 +207,7 @@ def _is_hierarchy(layers: nn.ModuleList) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """Whether the module has parameters or running statistics, so that one stage must hold it."""
+    """Whether the module has parameters or running statistics, so one stage must hold the module."""
     if next(module.parameters(), None) is not None:
         return True
     return any(getattr(inner, "track_running_stats", False) for inner in module.modules())
@@ -218,7 +219,7 @@ class Interception(StandIn):
 
     The instance attribute is replaced, so the unit keeps its class, its hooks and its activation checkpointing. In
     transformers 5, checkpointing is inside `forward`. In earlier versions, checkpointing wraps the call of the unit,
-    and a `Recomputation` moves it into the forward.
+    and a `Recomputation` moves the checkpointing into the forward.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -240,8 +241,8 @@ class Interception(StandIn):
         return self.handler(self.name, forward, args, kwargs)
 
     def _fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the arguments match the signature of the forward. If they do not, the handler is not called: the
-        forward itself raises TypeError, which a model may catch to call the unit differently."""
+        """Whether the arguments match the signature of the forward. Otherwise, the handler is not called: the forward
+        itself raises TypeError, which a model may catch to call the unit differently."""
         form = len(args), tuple(kwargs)
         if form not in self._fitting:
             self._fitting[form] = _binds(self.original, args, kwargs)

@@ -4,7 +4,7 @@ While a boosted model is alive (engine/data_guard.py), reads and replacements of
 that were passed to `count_reads` or `note`. Before the first read after a note, the sum of the tensor's values is
 stored. So a note is fast unless the loop uses `data`, and a mere read does not count as a write.
 
-The replacement of the `data` of a sharded parameter is refused, since torch would only replace the DTensor's outer
+Replacing the `data` of a sharded parameter raises UsageError, since torch would only replace the DTensor's outer
 tensor.
 """
 
@@ -20,7 +20,7 @@ from pipeshard.private import DisableTorchFunction
 
 READS, SUMS = "pipeshard_reads", "pipeshard_sums"  # attributes of a tensor
 SHARD_OF = "pipeshard_shard_of"  # the attribute of a shard that contains the name of its parameter
-KEPT = 8  # the number of latest notes of a tensor whose sums are kept
+KEPT = 8  # the sums of this many latest notes of a tensor are kept
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DATA: Any = Tensor.data  # torch's descriptor, which `CountedData` replaces
 
@@ -66,7 +66,7 @@ def is_written(tensor: Tensor, since: Noted) -> bool:
 
 
 def sum_of_words(tensor: Tensor) -> Tensor:
-    """The sum of the bits of a tensor's values, as integers. Computing it does not synchronize the device."""
+    """The sum of the bits of a tensor's values, as integers, computed without synchronizing the device."""
     with DisableTorchFunction():
         words = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         words = stored(words).contiguous()
@@ -75,7 +75,7 @@ def sum_of_words(tensor: Tensor) -> Tensor:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """The values that a tensor stores, each element once: the tensor itself unless it is sparse."""
+    """The values that a tensor stores, each element once. Returns the tensor itself unless the tensor is sparse."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
