@@ -9,7 +9,7 @@ slice, transformers builds a mask, and the kernel keeps a floating-point copy of
 backward. Over all slices of a sequence of s positions, a layer's copies have s * s / 2 elements. On CPUs, this module
 computes attention to earlier slices and to the slice itself separately, without a mask. The gradients of both parts
 follow from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135). On other devices,
-it passes torch's `causal_lower_right` to scaled_dot_product_attention.
+this module passes torch's `causal_lower_right` to scaled_dot_product_attention.
 """
 
 from collections.abc import Iterator
@@ -65,8 +65,8 @@ def register() -> None:
 
 
 def lower_right(query: Tensor, key: Tensor) -> Tensor:
-    """torch's causal mask for queries at the last positions of the keys. It is created outside torch modes, since torch
-    cannot create a Tensor subclass inside a mode."""
+    """torch's causal mask for queries at the last positions of the keys. The mask is created outside torch modes, since
+    torch cannot create a Tensor subclass inside a mode."""
     with disable_current_modes():
         return causal_lower_right(query.shape[-2], key.shape[-2])
 

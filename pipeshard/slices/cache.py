@@ -138,7 +138,7 @@ class LayerStates(LinearAttentionLayer):
 
 
 class StatesAndKeys(LayerStates, Keys, LinearAttentionAndFullAttentionLayer):
-    """Keys, values and states of a layer that attends and has states."""
+    """Keys, values and states of a layer that attends to all earlier positions and has states."""
 
 
 class StatesAndSlidingKeys(LayerStates, SlidingKeys, LinearAttentionAndSlidingWindowAttentionLayer):

@@ -34,7 +34,8 @@ LEAST = 2  # a slice has at least this many positions: for one position, layers 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
     """Return the lengths of n slices that together have `total` positions and take approximately equal times. Position
-    k takes a time of 1 + slope * k, since it attends to k earlier positions. Short sequences have fewer slices."""
+    k takes a time of 1 + slope * k, since it attends to k earlier positions. A short sequence has fewer than n
+    slices."""
     n = max(1, min(n, total // LEAST))
 
     def work(end: float) -> float:
@@ -72,14 +73,14 @@ def num_positions(batch: Batch) -> int:
 
 
 def cut(batch: Batch, sizes: Sequence[int], is_flash: bool) -> list[Batch]:
-    """Split a batch along its sequence into slices of these sizes. `is_flash` is whether the model has flash attention.
-    Raises BatchError for media, and for samples that contain several documents."""
+    """Split a batch along its sequence into slices of these sizes. `is_flash` is True if the model uses flash
+    attention. Raises BatchError for media, and for samples that contain several documents."""
     total, ends = sequence_of(batch), list(accumulate(sizes))
     for path in batch.paths:
         if media_kind(path) is not None and not is_mask(path):
             raise BatchError(f"num_slices: {path} contains media, which slices do not support. Use num_slices=1")
     _refuse_packed(batch, is_flash)
-    batch = batch.without(BOUNDARIES)  # a kernel would access memory up to the last one, beyond the end of a slice
+    batch = batch.without(BOUNDARIES)  # a kernel would access memory up to the last boundary, beyond the end of a slice
 
     def slice_of(start: int, end: int) -> Batch:
         return batch.map(lambda path, leaf, dim: _narrowed(path, leaf, dim, total, start, end))
@@ -99,9 +100,10 @@ def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: i
 
 
 def _refuse_packed(batch: Batch, is_flash: bool) -> None:
-    """Raise BatchError for a sample with several documents: with a cache, position ids do not separate them, and
-    slices get no boundaries. With a mask, position ids do not separate them without a cache either, except in flash
-    attention of one row before its first padding."""
+    """Raise BatchError for a sample with several documents: with a cache, position ids do not separate documents, and
+    slices receive no boundaries. With a mask, position ids that restart are accepted, since they do not separate
+    documents without a cache either. The exception is flash attention with one row, which separates documents before
+    the first padding."""
     positions, mask = batch.tensors.get(POSITIONS), batch.tensors.get(MASK)
     whole = [row * sequence_of(batch) for row in range(batch.rows + 1)]
     for path, leaf in batch.tensors.items():
@@ -137,7 +139,7 @@ def shortened(batch: Batch, most: int, is_flash: bool = False) -> Batch:
 
 
 def _num_labels(batch: Batch, start: int, end: int) -> int:
-    """The number of labels between two positions that are not ignored."""
+    """The number of labels, except ignored labels, between two positions."""
     leaves = (batch.tensors[path] for path in targets(batch.paths) if path in batch.tensors)
     total = sequence_of(batch)
     return sum(int(leaf[:, start:end].ne(IGNORED).sum()) for leaf in leaves if leaf.shape[1:2] == (total,))
@@ -145,8 +147,8 @@ def _num_labels(batch: Batch, start: int, end: int) -> int:
 
 def with_padding(batch: Batch, token: int | None) -> Batch:
     """A copy of the batch in which a quarter of the positions of every other sample are padding with ignored labels,
-    alternately on the left and on the right. It begins on the right if otherwise no label would remain, as the mean
-    loss of no labels is NaN."""
+    alternately on the left and on the right. The padding begins on the right if no label would remain otherwise, since
+    the mean loss of no labels is NaN."""
     total = sequence_of(batch)
     count = max(1, total // 4)
     left, right = slice(0, count), slice(total - count, total)
@@ -212,8 +214,8 @@ class SliceCall:
 
 
 def _is_whole_mask(path: str, leaf: Any) -> bool:
-    """Whether a leaf is a mask of four dimensions, or contains one. transformers passes it to the attention of every
-    layer unchanged."""
+    """Whether a leaf is a mask of four dimensions, or contains one. transformers passes such a mask to the attention of
+    every layer unchanged."""
     if isinstance(leaf, Mapping):
         return any(_is_whole_mask(path, item) for item in leaf.values())
     return isinstance(leaf, Tensor) and leaf.ndim == 4 and is_mask(path) and not is_of_encoder(path)

@@ -30,8 +30,8 @@ class Left(NamedTuple):
 
 
 class Grown:
-    """A tensor that grows along one dimension from slice to slice, up to `length` positions. It is stored in one buffer
-    that is never copied.
+    """A tensor that grows along one dimension from slice to slice, up to `length` positions. The tensor is stored in
+    one buffer that is never copied.
 
     `append` writes the positions of a slice, and returns the positions from `first` to the end of the slice.
     """
@@ -136,13 +136,13 @@ class Slice:
             self.states.clear()
 
     def take(self, name: Any) -> Tensor | None:
-        """The state from the previous slice, as a leaf of this slice's graph, or None if there is none. Call it before
-        `hand_over`."""
+        """The state from the previous slice, as a leaf of this slice's graph, or None if there is none. Call this
+        method before `hand_over`."""
         return self.states.get(name)
 
     def hand_over(self, name: Any, state: Tensor) -> None:
-        """Pass a state to the next slice, instead of the previous state. Does nothing in the last slice, or if the
-        state was already passed (when the unit is recomputed)."""
+        """Pass a state to the next slice, replacing the previous state. Does nothing in the last slice, or if the state
+        was already passed (when the unit is recomputed)."""
         if name in self._handed or self.end == self.total:
             return
         self._handed.add(name)
