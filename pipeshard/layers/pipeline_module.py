@@ -1,8 +1,8 @@
 """PipelineModule: a model that is a list of layers, each called with the output of the previous layer.
 
-In DeepSpeed's `PipelineModule`, each rank builds its part of the list, and only DeepSpeed's engine can train it. This
-class takes the same arguments, but is an ordinary module: one process can run all layers, and the plugin cuts the model
-between layers like any other model.
+In DeepSpeed's `PipelineModule`, each rank builds its part of the list, and only DeepSpeed's engine can train the model.
+This class takes the same arguments, but is an ordinary module: one process can run all layers, and the plugin cuts the
+model between layers like any other model.
 """
 
 import functools
@@ -26,9 +26,9 @@ class PipelineModule(nn.Module):
 
     The first layer receives `inputs`, and each other layer receives the previous output, as a single argument (tuples
     are not unpacked). Layers are never cut. A layer given by a spec is on meta until it is built. `booster.boost`
-    builds it on the ranks that hold it. Otherwise, it is built by `build()`, the first call, a move to a device,
-    `load_state_dict` or `apply`. The layer's initial values depend only on `torch.initial_seed()` (in a pipeline, the
-    first rank's) and the layer's index in the list.
+    builds the layer on the ranks that hold it. Without `boost`, the layer is built by `build()`, the first call, a move
+    to a device, `load_state_dict` or `apply`. The layer's initial values depend only on `torch.initial_seed()` (in a
+    pipeline, the first rank's) and the layer's index in the list.
 
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
@@ -36,7 +36,7 @@ class PipelineModule(nn.Module):
         num_stages: the number of stages (ranks x chunks) that a pipeline must have; None allows any number.
         topology: must be None; the plugin assigns the ranks.
         activation_checkpoint_func: must be None; pipeshard recomputes layers itself.
-        loss_fn: `loss_fn(output, labels)` that returns a scalar, used as the criterion if `boost` receives no
+        loss_fn: a function `loss_fn(output, labels)` that returns a scalar. It is the criterion if `boost` receives no
             criterion. Batches are then `(inputs, labels)`, or `(inputs,)` without labels.
         seed_layers: call `seed_fn(base_seed + k)`, by default torch.manual_seed, before layer k is built from a spec.
         partition_method: like `partition` of PipelinePlugin. A plugin's `partition` other than "auto" takes precedence.
@@ -126,7 +126,7 @@ class PipelineModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Build all layers, then load `state_dict` like nn.Module. The state dict may contain a tied parameter
+        """Build all layers, then load `state_dict`, as nn.Module does. The state dict may contain a tied parameter
         under only one of the parameter's names."""
         state = dict(state_dict)
         for names in names_of(self.build()).values():
@@ -136,14 +136,14 @@ class PipelineModule(nn.Module):
         return super().load_state_dict(state, *args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Build all layers, then call `fn` on each module like nn.Module: `fn` often sets initial values, and writes to
-        meta tensors would be lost."""
+        """Build all layers, then call `fn` on each module, as nn.Module does. `fn` often sets initial values, and
+        writes to meta tensors would be lost."""
         if not self._is_cut:
             self.build()
         return super().apply(fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Build all layers before a move to another device. A change of dtype also works on meta."""
+        """Build all layers before a move to another device. A change of dtype works on meta and builds no layers."""
         if skeletons(self):
             try:
                 fn(torch.empty(0, device="meta"))
@@ -228,5 +228,5 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None, owner: nn.Mod
 
 def _seed_torch(number: int) -> None:
     """A torch.manual_seed that can be pickled, even after torch.compile has replaced torch.manual_seed with a function
-    that cannot."""
+    that cannot be pickled."""
     torch.manual_seed(number)

@@ -12,7 +12,8 @@ from pipeshard.split.ties import share_weights
 
 
 class LayerSpec:
-    """A layer that is built later, as `typename(*module_args, **module_kwargs)`, only on the ranks that hold it.
+    """A layer that is built later, with `typename(*module_args, **module_kwargs)`, and only on the ranks that hold the
+    layer.
 
     Attributes:
         builds: the number of times this process has built the layer with allocated parameters.
@@ -47,7 +48,8 @@ class LayerSpec:
         return self.construct()
 
     def construct(self) -> nn.Module:
-        """Build the layer without seeding or counting. Called on its own for the layer's shapes, on meta."""
+        """Build the layer without seeding or counting. PipelineModule calls this method on meta to find the layer's
+        shapes."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
@@ -96,9 +98,9 @@ class Function(nn.Module):
     """A layer that calls `fn(x)` or, with a module, `fn(module, x)`.
 
     Modules to which `fn` refers (a bound method's instance, arguments of a partial) are registered, so that their
-    parameters are found, except `owner`, the model that contains the layer: its own method may be a layer. Raises
-    ConfigurationError for modules and parameters in closures or defaults, and for parameters outside modules, since
-    none of these can be registered.
+    parameters are found. `owner`, the model that contains the layer, is not registered: a method of the model may be a
+    layer. Raises ConfigurationError for modules and parameters in closures or defaults, and for parameters outside
+    modules, since none of these can be registered.
     """
 
     def __init__(
@@ -159,6 +161,6 @@ def _closed_over(fn: Any) -> Iterator[Any]:
         yield from _closed_over(fn.func if isinstance(fn, functools.partial) else fn.__func__)
     elif isinstance(fn, FunctionType):
         cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)
-        # the __class__ of a method, for super(), is also a cell; a cell that names the function itself may be empty
+        # The __class__ of a method, for super(), is also a cell. A cell that names the function itself may be empty.
         yield from (cell.cell_contents for name, cell in cells if name != fn.__name__)
         yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
