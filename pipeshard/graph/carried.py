@@ -93,7 +93,7 @@ class Place:
 
 
 class _Record:
-    """The observations of one place during the runs of the glue. `carried` returns these observations as a Carried."""
+    """The observations of one place during the runs of the glue. `carried` returns them as a Carried."""
 
     def __init__(self, name: str, place: Place, before: Before) -> None:
         self.name, self.place, self.before = name, place, before
@@ -116,8 +116,8 @@ class _Record:
         return Kept(self.name, min(self.writers) if is_by_one else None)
 
     def look(self, call: int | None, is_through: bool) -> None:
-        """If the place has changed since the last look, record a change at `call`. The writer is this call if it has
-        just ended (`is_through`), otherwise glue."""
+        """If the place has changed since the last look, record `call` as its last change. The writer is this call if
+        it has just ended (`is_through`), otherwise glue."""
         if not self.place.has(self.held) or self.is_written:
             self._take()
             self.until = call

@@ -94,9 +94,8 @@ class Call:
 
 
 class Observed(NamedTuple):
-    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is the attribute's path
-    from the unit. `readers` are the calls of other units that read the attribute, with -1 for glue and the
-    criterion."""
+    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is its path from the
+    unit. `readers` are the calls of other units that read the attribute, with -1 for glue and the criterion."""
 
     unit: str
     place: PlacePath
@@ -158,14 +157,13 @@ class Dataflow:
     operators of glue received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only
     for batches with the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with
     state for the next forward, and `passing` the places that the forward changes, and that the forward or the criterion
-    restores. For each of the model's own checkpoints, `together` has the first and the last call that the checkpoint
-    recomputes. `valued` are the units that do not run on meta, so they were visited with values. `deciders` are the
-    modules outside units that were running when glue branched, and that could be units. `differentiated` are the values
-    that receive a gradient of the loss through glue alone. `counts_results` is True if the criterion returns a count
-    that depends on unit results. `opaque` has the name ("" for the output itself) and the class of each object in the
-    model's output that contains tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of
-    units that other code reads, and `numbers` are the constants in such attributes of the valued units, each with its
-    value as text.
+    restores. `together` has the first and the last call that each of the model's own checkpoints recomputes. `valued`
+    are the units that do not run on meta, so they were visited with values. `deciders` are the modules outside units
+    that were running when glue branched, and that could be units. `differentiated` are the values that receive a
+    gradient of the loss through glue alone. `counts_results` is True if the criterion returns a count that depends on
+    unit results. `opaque` has the name ("" for the output itself) and the class of each object in the model's output
+    that contains tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of units that other
+    code reads, and `numbers` are the constants in such attributes of the valued units, each with its value as text.
     """
 
     calls: tuple[Call, ...]
@@ -236,9 +234,8 @@ class Dataflow:
         from_loss = self._trained(self.differentiated)
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
-        # Calls from which a tensor escaped untracked. If the loss reads such a tensor, gradients may reach the results
-        # of the first of these calls (`sealed`) and of all later calls. If a call reads such a tensor, gradients may
-        # reach the results of the call from which the tensor escaped.
+        # Calls from which a tensor escaped untracked. If a call reads such a tensor, gradients may reach the results of
+        # the call that it escaped from. If the loss does, they may reach all results from the first (`sealed`) onwards.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
@@ -278,8 +275,7 @@ class Dataflow:
         return [*(call.reads for call in self.calls), self.needed(True)]
 
     def needed(self, outputs: Wanted = False) -> Reads:
-        """The dependencies of the loss and the requested outputs. Without a loss, `outputs=False` requests all
-        outputs."""
+        """The dependencies of the loss and the requested outputs. Without a loss, False requests all outputs."""
         if isinstance(outputs, frozenset):
             uses = [use for path, use, _ in self.outputs if field_of(path) in outputs]
         else:

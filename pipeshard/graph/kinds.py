@@ -72,7 +72,7 @@ class Settings:
 
     Attributes:
         values: a comparable form of the value at each Location.
-        modules: each module that the unit or argument reaches, with the module's path, by the module's id.
+        modules: for each module that the unit or argument reaches, by id, the module and its path.
         hooks: the hooks of these modules.
     """
 
@@ -324,7 +324,7 @@ class Kinds:
             self.meter.end(visit, flat, state.values())
         tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
         first: dict[int, int] = {}
-        passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # of results that this call passes on
+        passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # of results that only pass through
         return CallKind(
             settings=settings,
             watched=frozenset(settings.modules[address][1] for address in watched),

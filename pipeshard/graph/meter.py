@@ -334,8 +334,8 @@ class Meter(DispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operator on placeholders can run on shapes only. Views cannot run on shapes only. An operator that
-    uses only the shape of its input cannot either, since its result has real values."""
+    """Whether an operator on placeholders can run on shapes only. A view cannot. Neither can an operator that uses only
+    the shape of its input, since the operator's result has real values."""
     changes_shape = torch.Tag.inplace_view in func.tags
     return not (_is_view(func) or changes_shape or func._overloadpacket in SHAPED)
 

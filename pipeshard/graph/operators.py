@@ -17,7 +17,7 @@ aten = torch.ops.aten
 SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
 DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
 DECIDING |= {aten.bincount}
-SIZED_BY_SECOND = {aten.masked_select, aten._pack_padded_sequence}  # the second input's values decide
+SIZED_BY_SECOND = {aten.masked_select, aten._pack_padded_sequence}  # only the second input's values decide
 # Operators that use only the shape of their input, not its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}

@@ -1,4 +1,4 @@
-"""Packages: the Python modules whose code a walk of Python state enters, and the Python modules that the walk skips.
+"""Packages: the Python modules whose code a walk of Python state enters, and the modules that it skips.
 
 A model from a package (diffusers, timm) reaches tens of thousands of objects through the package's registries, loaders
 and dependencies, but a forward changes none of these objects. So the walk is limited to the user's own code, and to

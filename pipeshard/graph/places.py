@@ -271,8 +271,8 @@ def _has_code(kind: Any) -> bool:
 
 
 def code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
-    """For the user's class, the functions and properties of the class. For a package's class, the user's code in the
-    class, in its bases that are not layers, and in its Python module."""
+    """For a class of the user, its functions and properties. For a package's class, the user's code in the class, in
+    its bases that are not layers, and in its Python module."""
     code = _attributes_of(kind)
     if is_users(kind.__module__):
         yield from ((PathStep("class", name), v) for name, v in code.items() if isinstance(v, FunctionType | property))
@@ -293,8 +293,7 @@ def _attributes_of(kind: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """All names in a function's code, and all strings in the code, since the function may pass a string to
-    `getattr`."""
+    """All names and all strings in a function's code, since the function may pass a string to `getattr`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_in(const)]
     strings = (const for const in code.co_consts if isinstance(const, str))
     return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
@@ -302,8 +301,8 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def names_stored_in(code: CodeType) -> frozenset[str]:
-    """The names of the attributes, globals and cells that a function's code sets, and all strings in the code if the
-    code sets items or calls `setattr`."""
+    """The names of the attributes, globals and cells that a function's code sets, and all strings in the code if it
+    sets items or calls `setattr`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_stored_in(const)]
     steps = [step for step in dis.get_instructions(code) if step.opname.startswith("STORE_")]
     own = [step.argval for step in steps if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")]
@@ -313,8 +312,7 @@ def names_stored_in(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _globals_in(code: CodeType) -> tuple[str, ...]:
-    """The names that a function's code looks up in the function's globals, or all names in the code if the code calls
-    `globals`."""
+    """The names that a function's code looks up in its globals, or all names in the code if it calls `globals`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _globals_in(const)]
     own = [step.argval for step in dis.get_instructions(code) if step.opname.endswith(OF_GLOBALS)]
     names = tuple(dict.fromkeys((*own, *inner)))

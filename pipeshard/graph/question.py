@@ -163,8 +163,8 @@ class Recipes:
         is_known = self._follow(func, args, kwargs, steps, {})
         question = Question(tuple(steps) if is_known else None, answer, self.device, paths)
         if self.real is not None and is_known and isinstance(answer, bool):
-            # Only a comparison of all runs shows which integers are sizes. Here, every integer that equals a size is
-            # treated as this size.
+            # Only a comparison of all runs shows which integers are sizes. Here, an integer that equals a size is
+            # treated as that size.
             guess = question.with_numbers(self._sizes.get(number, number) for number in question.numbers)
             answers = [asked.ask(self.real.tensors) for asked in (guess, question)]
             question = replace(question, answer=next((value for can, value in answers if can), answer))

@@ -189,8 +189,8 @@ class _StandIn(torch.autograd.Function):
 
 
 def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros whose memory the system allocates only when glue accesses the zeros: most placeholders of a large model are
-    only passed on."""
+    """Zeros whose memory the system allocates only when glue accesses them: most placeholders of a large model are only
+    passed on."""
     if device.type != "cpu" or 0 in spec.shape:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     size = math.prod(spec.shape) * spec.dtype.itemsize

@@ -135,7 +135,7 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The changes of places whose values were replaced. This method is fast if there are none, since every step
+        """The changes of places whose values were replaced. Fast if nothing has changed, since every step
         compares the state of a whole model.
 
         `same(before, now)` decides whether two different objects count as equal.
