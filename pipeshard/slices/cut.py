@@ -139,7 +139,7 @@ def shortened(batch: Batch, most: int, is_flash: bool = False) -> Batch:
 
 
 def _num_labels(batch: Batch, start: int, end: int) -> int:
-    """The number of labels, except ignored labels, between two positions."""
+    """The number of labels between two positions, not counting ignored labels."""
     leaves = (batch.tensors[path] for path in targets(batch.paths) if path in batch.tensors)
     total = sequence_of(batch)
     return sum(int(leaf[:, start:end].ne(IGNORED).sum()) for leaf in leaves if leaf.shape[1:2] == (total,))
