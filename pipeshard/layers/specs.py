@@ -12,8 +12,7 @@ from pipeshard.split.ties import share_weights
 
 
 class LayerSpec:
-    """A layer that is built later, with `typename(*module_args, **module_kwargs)`, and only on the ranks that hold the
-    layer.
+    """A layer that is built later, with `typename(*module_args, **module_kwargs)`, only on the ranks that hold it.
 
     Attributes:
         builds: the number of times this process has built the layer with allocated parameters.
