@@ -21,13 +21,13 @@ RESIZED_HEAD = (
 
 
 def auto_dtype(folder: Path | None) -> torch.dtype:
-    """The dtype for dtype="auto" if the config has none: that of the weights in the folder, or else fp32."""
+    """The dtype for dtype="auto" if the config specifies no dtype: the dtype of the folder's weights, or else fp32."""
     return (stored_dtype(folder) if folder else None) or torch.float32
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
-    """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained. Boost loads the
-    weights."""
+    """Build a folder's model on the meta device, in evaluation mode, for PipelinePlugin.from_pretrained. `boost` loads
+    the weights."""
     if gguf_file is not None and not (path / gguf_file).is_file():
         raise CheckpointError(f"{path / gguf_file} is not a file: pass a folder that contains {gguf_file}")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))

@@ -31,7 +31,7 @@ _unraised: list[Exception] = []  # errors of background saves that no later call
 
 @atexit.register  # registered at import: runs after the function that reports the exit to the other ranks
 def _exit() -> None:
-    """End the process with exit code 1 if a background save failed, and no later call has raised its error."""
+    """End the process with exit code 1 if a background save failed and no later call has raised the save's error."""
     if _unraised:
         exit_now(1)
 
@@ -49,7 +49,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is not None:
         message, rank = str(messages[first]), dist.get_process_group_ranks(group)[first]
-        own = len(set(messages)) == 1 or message.startswith("rank ")  # alike on all ranks, or names a rank
+        own = len(set(messages)) == 1 or message.startswith("rank ")  # the same on all ranks, or names a rank
         shared = CheckpointError(message if own else f"{named(rank)}: {message}")
         raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
 
@@ -112,7 +112,7 @@ def writes(path: Path) -> Iterator[None]:
         ) from error
 
 
-ALL = "*"  # the pattern `own` for a folder that contains only files of saves
+ALL = "*"  # the pattern `own` for a folder in which all files belong to saves
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str = ALL) -> AbstractContextManager[Path]:
@@ -120,7 +120,7 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str 
 
     At every moment, `existing(target)` is either the complete previous folder or the complete new folder. (If the file
     system has no hard links, kept entries are missing while they are moved.) `mark` is passed to `make_way`. Files
-    whose names match the pattern `own` belong to saves: those of the previous save are removed. Other entries of the
+    whose names match the pattern `own` belong to saves, and are removed with the previous folder. Other entries of the
     previous folder are kept, unless the new folder has an entry of the same name. If `target` is a link, the folder
     that the link points to is replaced.
     """
@@ -199,20 +199,21 @@ def _written_folder(
 
 
 def existing(target: Path) -> Path:
-    """`target`, or the hidden previous folder if a save was killed between its two renames."""
+    """Return `target` or, if a save was killed after it renamed `target` away, the hidden previous folder."""
     old = hidden(_without_links(target), "old")
     return old if old.exists() and not target.exists() else target
 
 
 def _without_links(target: Path) -> Path:
-    """Resolve the links in `target`: a save renames folders, and must not replace the user's link with a folder."""
+    """Resolve the links in `target`, since a save renames folders and must not replace the user's link with a
+    folder."""
     return Path(os.path.realpath(target))
 
 
 def complete_save(target: Path, own: str = ALL) -> None:
     """Complete a save that may have been killed: restore `target` if it is missing, move the entries that do not match
-    `own` from the hidden previous folder to `target`, and remove the hidden folder. Call it before a save changes other
-    entries of `target`."""
+    `own` from the hidden previous folder to `target`, and remove the hidden folder. Call it before a save changes
+    entries of `target` that do not match `own`."""
     old = hidden(target := _without_links(target), "old")
     if old.exists() and not target.exists():
         os.rename(old, target)
@@ -223,8 +224,8 @@ def complete_save(target: Path, own: str = ALL) -> None:
 
 
 def _discard(old: Path, target: Path) -> None:
-    """Remove the previous folder of `target`, or rename it if it cannot be removed: on NFS, a file that a process has
-    open stays in its folder, under a hidden name. A later save removes such a folder."""
+    """Rename the previous folder of `target`, then remove it. On NFS, a file that a process has open stays in its
+    folder, under a hidden name. In this case, a later save removes the renamed folder."""
     if old.exists():
         os.rename(old, hidden(target, f"removed-{uuid.uuid4().hex}"))
     for removed in target.parent.glob(f".{glob.escape(target.name)}.removed-{'[0-9a-f]' * 32}"):
@@ -234,8 +235,8 @@ def _discard(old: Path, target: Path) -> None:
 
 
 def _keep_others(old: Path, new: Path, own: str, keep: Callable[[Path, Path], object]) -> None:
-    """Call `keep` with the paths in `old` and in `new` of the entries of `old` that neither match `own` nor exist in
-    `new`, also within subfolders. Symbolic links are not followed."""
+    """For each entry of `old` that neither matches `own` nor exists in `new`, call `keep` with the entry's paths in
+    `old` and in `new`. Subfolders that exist in both folders are searched too, but not through symbolic links."""
     for entry in old.iterdir():
         kept = new / entry.name
         if entry.is_dir() and not entry.is_symlink() and kept.is_dir():
@@ -277,7 +278,7 @@ def hidden(target: Path, what: str) -> Path:
 
 
 logger = logging.getLogger("pipeshard")
-# in seconds: the interval between a background save's heartbeats, and the silence after which it counts as killed
+# in seconds: the interval between heartbeats of a background save, and the silence after which it counts as killed
 BEAT, SILENT = 1.0, 8.0
 
 
@@ -291,7 +292,7 @@ class Save(ABC):
     stages synchronize through such hidden files.
     """
 
-    unit: ClassVar[str] = "stage"  # what the number `stage` counts, in messages
+    unit: ClassVar[str] = "stage"  # the noun for the number `stage` in messages
 
     target: Path
     stage: int
@@ -337,7 +338,7 @@ class Save(ABC):
             if self.stage == 0:
                 self._await_others()
                 self.commit()
-        except Exception as error:  # the thread would discard the error; the next save raises it
+        except Exception as error:  # an error would only end this thread; the next save raises it
             self.failed = error
             _unraised.append(error)
             logger.error("saving %s failed on %s %d: %s", self.target, self.unit, self.stage, error)
@@ -367,7 +368,7 @@ class Save(ABC):
 
     def _await_others(self) -> None:
         others = range(1, self.stages)
-        for stage in others:  # NFS may remember that a file did not exist, but reads an existing file again
+        for stage in others:  # NFS may cache that a file does not exist, but rereads an existing file
             self._status(stage).touch()
         heard = {stage: ("", time.monotonic()) for stage in others}  # the last status, and the time of its change
         while heard:

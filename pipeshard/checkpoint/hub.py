@@ -11,8 +11,9 @@ from pipeshard.errors import CheckpointError, ConfigurationError
 
 
 def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> Path:
-    """Return `path` if it is a folder, otherwise the cached folder of the Hub model with this name. If `options` has a
-    `subfolder`, return this subfolder of the folder. Options that select the folder are removed from `options`.
+    """Return `path` if it is a folder, otherwise the cached folder of the Hub model with this name. If `options`
+    contains `subfolder`, return that subfolder of the folder. Options that select the folder are removed from
+    `options`.
 
     Raises CheckpointError if the model's weights are not in the cache, and ConfigurationError for `force_download` and
     `code_revision`, which only affect a download.
@@ -44,10 +45,11 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
 
 
 def cached_folder(name: str, gguf_file: str | None = None, inner: str = "", **on_hub: Any) -> Path | None:
-    """The cached folder of a Hub model, or the subfolder `inner` of this folder; None if the cache lacks any of the
+    """Return the cached folder of a Hub model, or its subfolder `inner`. Return None if the cache lacks any of the
     weights. `on_hub` may contain the `revision` and the `cache_dir`.
 
-    Programs may have downloaded only part of a model: a tokenizer, or only the files that match a pattern.
+    The cache may contain only part of a model, if a program has downloaded only the tokenizer, or only files that match
+    a pattern.
     """
     for file in FILES if gguf_file is None else [gguf_file]:
         found = try_to_load_from_cache(name, str(PurePosixPath(inner, file)), **on_hub)

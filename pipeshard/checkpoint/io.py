@@ -30,8 +30,8 @@ SHARD = 1024  # the default maximum size of a shard, in MB
 
 
 class PipelineCheckpointIO:
-    """Saves and loads checkpoints with the architecture's own parameter names. Each rank gathers at most the tensors
-    of its own stage.
+    """Saves and loads checkpoints with the architecture's own parameter names. Each rank gathers only tensors of its
+    own stage.
 
     Call each method on every rank. If one rank fails, all ranks raise CheckpointError. Without `use_async=True`, a save
     returns when its files are on disk. Until the new files are complete, the previous files remain.
@@ -67,8 +67,8 @@ class PipelineCheckpointIO:
         In safetensors, a tensor to which the architecture ties several names is stored once.
 
         With `use_async=True`, a copy of the weights is written while training continues. The next save waits for this
-        write, and raises an error if the write failed. At exit, the process also waits for the write, and its exit
-        code is 1 if the write failed.
+        write, and raises an error if the write failed. At exit, the process also waits for the write. If the write
+        failed, the process exits with code 1.
 
         With `merge=True`, the folder of a model with adapters can be read without peft: each stage merges its active
         adapters into copies of its weights.
@@ -102,9 +102,9 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """Like `save_model` with `shard=True`, but also accepts a model with adapters, which are merged only with
-        `merge`, and a model with quantized weights, which are omitted. Without `merge`, `load_model` can load the
-        folder into the same model."""
+        """Like `save_model` with `shard=True`, but also accepts models with adapters or quantized weights. Adapters are
+        merged only with `merge`, and quantized weights are omitted. Without `merge`, `load_model` can load the folder
+        into the same model."""
         boosted = boosted_model(model)
         self._save(
             boosted,
@@ -150,8 +150,8 @@ class PipelineCheckpointIO:
     @contextmanager
     def _leading(self, boosted: PipelineModel, merge: bool = False) -> Iterator[tuple[bool, dict[str, Tensor]]]:
         """Context manager that yields whether this rank writes (only ranks in the first replica and slice write), and
-        the tensors that its stage saves, with `merge` after the adapters have been merged into them. If one rank fails,
-        all ranks raise CheckpointError: on entry if computing the tensors failed, otherwise on exit."""
+        the tensors that its stage saves. With `merge`, the adapters are merged into copies of these tensors. If one
+        rank fails, all ranks raise CheckpointError: on entry if computing the tensors failed, otherwise on exit."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = merged(boosted.unwrap(), owned(boosted)) if merge else owned(boosted)
@@ -174,11 +174,11 @@ class PipelineCheckpointIO:
 
     @together_in("load_model")
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **_: Any) -> nn.Module:
-        """Read this stage's tensors in place from a Hugging Face folder, an index or a file, and return `model`.
+        """Load this stage's tensors in place from a Hugging Face folder, an index or a file, and return `model`.
 
         With `strict`, missing or unexpected names raise CheckpointError. If `PipelinePlugin.from_pretrained` created
-        the model from the same `checkpoint`, `strict` has no effect: weights that the checkpoint lacks are initialized,
-        with a warning, as transformers' `from_pretrained` does.
+        the model from the same `checkpoint`, `strict` has no effect: missing weights are initialized, with a warning,
+        as in transformers' `from_pretrained`.
         """
         boosted = boosted_model(model)
         self.wait()
@@ -188,7 +188,8 @@ class PipelineCheckpointIO:
 
     @together_in("save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Write the scheduler's state, which is the same on all ranks, from the first rank."""
+        """Write the scheduler's state to a file. Only the first rank writes, since the state is the same on all
+        ranks."""
         with new_file(Path(checkpoint), self.grid.world) as folder:
             if self.grid.first:
                 state = plain(lr_scheduler.state_dict(), f"the state of this {type(lr_scheduler).__name__}")
@@ -229,7 +230,8 @@ class PipelineCheckpointIO:
 
     @together_in("load_optimizer")
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str, prefix: str | None = None, **_: Any) -> None:
-        """Load a folder or a file that `save_optimizer` wrote with any number of stages."""
+        """Load the optimizer's state from a folder or file that `save_optimizer` wrote. The number of stages may
+        differ."""
         _refuse_prefix(prefix)
         load_optimizer(optimizer, checkpoint)
 

@@ -45,7 +45,8 @@ class Piece:
     """Checkpoint tensors that are converted together to one or several model tensors, such as experts to stack or a
     fused matrix to split.
 
-    `sources` lists their keys, each with the transformation's pattern that matched the key (or with the key itself).
+    `sources` lists the keys of the checkpoint tensors. Each key is paired with the transformation's pattern that
+    matched the key or, if no pattern matched, with the key itself.
     """
 
     target: str
@@ -53,7 +54,8 @@ class Piece:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, model: nn.Module, read: Callable[[str], Any]) -> dict[str, Any]:
-        """Convert to model tensors, and return these by name. `read(key)` returns a checkpoint tensor."""
+        """Convert the checkpoint tensors, and return the model tensors by name. `read(key)` returns a checkpoint
+        tensor."""
         if self.transform is None:
             return {self.target: read(self.sources[0][0])}
         transform = copy.deepcopy(self.transform)
@@ -66,7 +68,7 @@ class Piece:
 class Conversion:
     """The mapping from a checkpoint's keys to `model`: `pieces` by the name of their target, and the `unexpected` keys.
 
-    `transforms` lists the transformations in use; `revert` applies their inverses, as `save_pretrained` does.
+    `transforms` lists the transformations in use. `revert` applies their inverses, as `save_pretrained` does.
     """
 
     def __init__(self, model: nn.Module, keys: Iterable[str], names: Iterable[str]) -> None:
@@ -115,7 +117,7 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
-    """The key renamings (pattern, replacement) that transformers 4 has for some classes; empty with transformers 5."""
+    """The key renamings (pattern, replacement) of some classes in transformers 4. Empty with transformers 5."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
     return mapping.items() if core_model_loading is None else ()
 
@@ -135,7 +137,7 @@ def _renamed(
     if core_model_loading is not None:
         meta: Any = known
         return core_model_loading.rename_source_key(key, renamings, converters, prefix, meta)
-    if key not in known and prefix:  # a model with a head from a checkpoint of its base model, or vice versa
+    if key not in known and prefix:  # a model with a head loads its base model's checkpoint, or vice versa
         shorter = key.removeprefix(f"{prefix}.")
         return next((name for name in (shorter, f"{prefix}.{key}") if name in known), key), None
     return key, None
@@ -144,10 +146,11 @@ def _renamed(
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
     """Load this stage's tensors from a folder, an index or a file. Returns the number of bytes read.
 
-    Every rank checks the names and shapes of the full model before it changes anything, so all ranks raise the same
-    CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise it only with `strict`.
-    With `draw_missing`, `strict` has no effect: missing weights are initialized as with the plugin's `init_weights`,
-    with a warning. A model with adapters then loads a checkpoint of its base model.
+    Every rank checks the names and shapes of the full model before it changes any tensor, so all ranks raise the same
+    CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise the error only with
+    `strict`. With `draw_missing`, `strict` has no effect: missing weights are initialized as with the plugin's
+    `init_weights`, with a warning. Also with `draw_missing`, a model with adapters loads a checkpoint of its base
+    model.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -190,14 +193,16 @@ class _Plan:
         first: for each name, the first of the names that are tied to it.
         targets: for each first name, the full names of the tensors to fill: the original tensor and, if adapters copy
             its module, the copies without values. (A copy with values was trained.)
-        scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
-        doubled: the first name of each weight that the architecture ties, but that the checkpoint has under two names,
-            and the two pieces.
+        scales: the keys of the scales of each weight that is quantized in the checkpoint, by the weight's full name.
+        doubled: for each weight that the architecture ties, but that the checkpoint stores under two names, the
+            weight's first name and the two pieces.
         updated: the weights that optimizers update, or all weights if there are no optimizers.
         is_initial: whether the checkpoint contains the weights with which training begins. The optimizer's
             checkpoint may replace these weights.
-        kept: the weights whose fp32 master weights were kept because these round to the checkpoint's values.
-        is_other: whether fp32 master weights in `updated` that do not round to the checkpoint's values were replaced.
+        kept: the weights whose fp32 master weights were kept, because the master weights round to the checkpoint's
+            values.
+        is_other: whether any fp32 master weight in `updated` was replaced, because it does not round to the
+            checkpoint's values.
         missing: the first names of the tensors that the checkpoint lacks.
         optional: the names in `missing` that match a pattern in the class's `_keys_to_ignore_on_load_missing`.
         required: the names in `missing` that are not optional, or that have no values yet.
@@ -233,7 +238,7 @@ class _Plan:
         without_values = blank | _buffers_of_copies(model, blank)
         for full, first in ({full: full for full in names} | first_names(model)).items():
             if full in names:
-                root = self.first.setdefault(names[full], names[first])  # a copy's root is its original's
+                root = self.first.setdefault(names[full], names[first])  # a copy has the same root as its original
                 targets = self.targets.setdefault(root, {})
                 if not targets or first in without_values:
                     targets[first] = None
@@ -327,7 +332,8 @@ class _Plan:
                     )
 
     def _stored(self, piece: Piece, first: str) -> "Tensor | StoredRows":
-        """The value of a piece for the tensor with this first name. A value without conversion is read in parts."""
+        """The value of a piece for the tensor with this first name. A value that needs no conversion is read in
+        parts."""
         if piece.transform is None:
             value: Tensor | StoredRows = self.source.rows(piece.sources[0][0])
             return value
@@ -341,7 +347,7 @@ class _Plan:
             tensor.nbytes for _, of_names in pieces for tensors in of_names.values() for tensor in tensors.values()
         )
         disable = None if show else True
-        trim()  # returns the memory of the proof, the trace and the tensors of other stages
+        trim()  # returns the memory of the proof, the trace and other stages' tensors to the system
         with tqdm(total=total, desc="loading stage 0", unit="B", unit_scale=True, disable=disable) as bar:
             for piece, of_names in pieces:
                 in_rows = self._is_packed_in_rows(piece, of_names)
@@ -358,14 +364,14 @@ class _Plan:
                     trim()  # returns the memory of the quantization's temporary tensors
 
     def _is_packed_in_rows(self, piece: Piece, of_names: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether a piece needs no conversion, and is quantized when it is loaded, so that its rows can be read in
-        parts."""
+        """Whether the rows of a piece can be read in parts, because the piece needs no conversion and is quantized when
+        it is loaded."""
         full = {full for tensors in of_names.values() for full in tensors}
         return piece.transform is None and full <= self.packed.keys() - self.scales.keys()
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """Keep the fp32 master weights only if those of all ranks round to the checkpoint's values. Otherwise, the
-        checkpoint belongs to another model: round the master weights that were kept. Call it on all ranks."""
+        """Keep the fp32 master weights only if they round to the checkpoint's values on every rank. Otherwise, the
+        checkpoint belongs to another model, so the master weights that were kept are rounded. Call it on all ranks."""
         if any(gather_objects(self.is_other, group)):
             for weight in self.kept:
                 weight.round()
@@ -378,7 +384,7 @@ class _Plan:
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
         """The pieces that this stage needs, in the order of the files. Each piece is paired with the tensors of this
-        stage that it fills: a dict by first name, of dicts by full name."""
+        stage that it fills, as {first name: {full name: tensor}}."""
         own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers()), **self.extra}
         needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
         for name, piece in self.makes.items():
@@ -416,7 +422,8 @@ class _Plan:
 
 
 def _buffers_of_copies(model: nn.Module, blank: set[str]) -> set[str]:
-    """The full names of the buffers of trained copies that have a parameter in `blank`: these have no values either."""
+    """The full names of the buffers of trained copies that have a parameter in `blank`. These buffers have no values
+    either."""
     found: set[str] = set()
     for path, made, _ in trained_copies(model):
         if any(f"{path}.{name}" in blank for name, _ in made.named_parameters()):
@@ -425,7 +432,7 @@ def _buffers_of_copies(model: nn.Module, blank: set[str]) -> set[str]:
 
 
 def _is_equal(one: Tensor | StoredRows, other: Tensor | StoredRows) -> bool:
-    """Whether two tensors are equal, compared some rows at a time."""
+    """Whether two tensors are equal. Compares a block of rows at a time."""
     count = max(1, COMPARED_ELEMENTS // max(1, math.prod(one.shape[1:])))
     return one.shape == other.shape and all(
         torch.equal(one[k : k + count], other[k : k + count]) for k in range(0, one.shape[0], count)

@@ -41,14 +41,14 @@ def enable_lora(
     """Add new adapters from `lora_config` to `model`, or load the adapters in `pretrained_dir` to continue their
     training. Call it before `model` is boosted.
 
-    New adapters are initialized with torch's generator, whose seed must be the same on every rank. If the model is on
-    meta (`PipelinePlugin.from_pretrained`), the adapters are initialized to the same values as for a loaded model: each
-    stage computes adapters that depend on weights (DoRA, PiSSA, OLoRA) after it has loaded these weights.
+    New adapters are initialized with torch's default generator, which must have the same seed on every rank. If the
+    model is on meta (`PipelinePlugin.from_pretrained`), the adapters are initialized to the same values as for a loaded
+    model: each stage computes adapters that depend on weights (DoRA, PiSSA, OLoRA) after it has loaded these weights.
 
     Raises UsageError if the model is boosted or has adapters. Raises ConfigurationError for `bnb_quantization_config`,
     and for a `lora_config` or saved adapters that this model, or any model on meta, does not support. Raises
-    CheckpointError if `pretrained_dir` does not fit the model, or if a model on meta comes from another folder that
-    contains adapters.
+    CheckpointError if `pretrained_dir` does not fit the model, or if a model on meta was created from another folder
+    that contains adapters.
     """
     from peft import get_peft_model
 
@@ -144,8 +144,8 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
 
 def warn_of_other_weights(model: PipelineModel, folder: Path) -> None:
     """Warn if `folder` contains weights, but is not the folder of the adapters' base model: transformers'
-    `from_pretrained` will apply the adapters to these weights, into which adapters may already be merged. Only warns,
-    since an error would lose the result of a run."""
+    `from_pretrained` will apply the adapters to these weights, although the weights may already contain merged
+    adapters. This is only a warning, since an error would lose the result of a run."""
     base: Any = without_adapters(model.unwrap())[1]
     weights = [name for name in FILES if (folder / name).is_file()] if model.pipeline.grid.first else []
     is_read = isinstance(base, PreTrainedModel) and (folder / CONFIG_NAME).is_file()
@@ -159,13 +159,13 @@ def warn_of_other_weights(model: PipelineModel, folder: Path) -> None:
 
 
 def _is_folder(name: str, folder: Path) -> bool:
-    """Whether `name`, the path of a folder or the name of a Hub model, is a path of `folder`."""
+    """Whether `name`, which is a path or the name of a Hub model, is a path of `folder`."""
     return bool(name) and Path(name).is_dir() and Path(name).samefile(folder)
 
 
 def _name_base(module: PeftModel, folder: Path) -> None:
-    """In the files that peft has written, replace the base model's folder in this machine's Hub cache with its Hub
-    name, which any machine can load. (While saving, peft needs the folder, to read its config.)"""
+    """In the files that peft has written, replace the base model's path in this machine's Hub cache with the model's
+    Hub name, which works on any machine. (While saving, peft needs the path to read the model's config.)"""
     paths = {config.base_model_name_or_path for config in module.peft_config.values()}
     paths |= {getattr(module.get_base_model(), "name_or_path", None)}
     for file in (*folder.rglob(ADAPTER_CONFIG), folder / "README.md"):
@@ -229,7 +229,8 @@ def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[
 
 def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:
     """Broadcast the tensors of `state` with these `names` from their stages, and put the values into the first stage's
-    `state`. A ghost's dtype may differ from the owner's: with `fsdp` and 16 bits, shards are in fp32."""
+    `state`. A ghost's dtype may differ from the dtype on the owner: with `fsdp` and a 16-bit precision, shards are in
+    fp32."""
     first = first_names(module)
     owners = {name: pipeline.policy.ownership.owner(first.get(name, name)) for name in names}
     own = {name: state[name].dtype for name, owner in owners.items() if owner == pipeline.rank}
@@ -244,8 +245,8 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
 
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
-    """The names in `state` of the tensors that peft saves for all adapters, without the prompts that peft computes with
-    a prompt encoder of this rank. Raises CheckpointError if peft needs tensors that this rank does not hold."""
+    """The names in `state` of the tensors that peft saves for all adapters, except prompts that peft computes with a
+    prompt encoder on this rank. Raises CheckpointError if peft needs tensors that this rank does not hold."""
     from peft import get_peft_model_state_dict
 
     prompts = [adapter for adapter, config in module.peft_config.items() if config.is_prompt_learning]

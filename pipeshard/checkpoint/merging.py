@@ -48,8 +48,8 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _under_plain_names(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a stage's `tensors` under all of their names in the base model, except names that the architecture ties to
-    another name of the same tensor. A trained copy takes the name of its original, and the original keeps only its
-    other names: for example, the original embedding may still be the weight of the head."""
+    another name of the same tensor. A trained copy takes the name of its original. The original keeps only its other
+    names: for example, the original embedding may still be the weight of the head."""
     first, is_tied = first_names(module), ties_name(module)
     current = {plain: full for full, plain in base_names(module, active=True).items()}
     names = dict[str, list[str]]()

@@ -1,7 +1,7 @@
 """Optimizer checkpoints: states keyed by parameter name, which any number of stages can load.
 
-`Optimizer.state_dict()` numbers the parameters by their positions in the groups, which differ between stages. If keyed
-by name, the states of all ranks form one checkpoint that any number of stages, replicas and slices can load.
+`Optimizer.state_dict()` numbers the parameters by their positions in the groups, which differ between stages. Keyed by
+name instead, the states of all ranks form one checkpoint that any number of stages, replicas and slices can load.
 """
 
 import copy
@@ -54,8 +54,8 @@ VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its state
 # In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
 ParameterStates: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
-# A parameter's name and the key of a tensor among its states. In a nested dict, list or tuple (bitsandbytes, SOAP), the
-# key continues with the keys inside: "Q['left'][0]".
+# A parameter's name, and the key of a tensor among the parameter's states. If the tensor is in a nested dict, list or
+# tuple (bitsandbytes, SOAP), the key includes the inner keys: "Q['left'][0]".
 StateKey: TypeAlias = tuple[str, str]
 # copies of the contents of the files that a rank writes to an optimizer's folder, and the folder's description (None
 # except on the first rank)
@@ -63,7 +63,7 @@ OptimizerPart: TypeAlias = tuple[list[FileContent], Content | None]
 ONLY_MODEL = (
     "save only the model: with booster.save_model, or in a Trainer with TrainingArguments(save_only_model=True)"
 )
-ENTRIES = "state", "param_groups"  # of a state_dict() with torch's layout
+ENTRIES = "state", "param_groups"  # the entries of a state_dict() with torch's layout
 ALIKE = "shared", "extra"  # the parts of a Content whose values are the same on every rank
 
 
@@ -104,10 +104,10 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
-    """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter. The key
-    VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a state_dict() without
-    torch's two entries, for a state whose key is neither a parameter in the optimizer's groups nor a string, and for
-    values of types that a checkpoint cannot contain."""
+    """The optimizer state that this rank holds. States of a sharded parameter are DTensors with the parameter's
+    placements. The key VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a
+    state_dict() without torch's two entries, for a state whose key is neither a parameter in the optimizer's groups nor
+    a string, and for values of types that a checkpoint cannot contain."""
     optimizer.copies.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     _refuse_other_layouts(optimizer, packed)
@@ -127,7 +127,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     def readable(value: Any, what: str) -> Any:
         return plain(value, f"{what} of {type(optimizer.optim).__name__}", f", or {ONLY_MODEL}")
 
-    tensors = _state_tensors(states)  # `readable` encodes what it checks: it sees them on meta, without their values
+    tensors = _state_tensors(states)  # `readable` encodes its argument, so it gets the tensors on meta, without values
 
     def as_parameter(place: StateKey, tensor: Tensor) -> Tensor:
         value, parameter = tensors.get(place, tensor), weights[place[0]].parameter
@@ -239,7 +239,8 @@ def _compared(group: Mapping[str, Any]) -> dict[str, str]:
 
 def content_flaw(content: Content, described: bool) -> str:
     """The reason why a dict from a file is not a valid Content, or "" if it is. With `described`, the tensors of
-    "state" must be on meta, except in lists and dicts (`_refuse_older_folder`); otherwise they must have values."""
+    "state" must be on meta. (For tensors in lists and dicts, `_refuse_older_folder` checks this.) Otherwise, the
+    tensors must have values."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
     parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
@@ -278,10 +279,10 @@ DESCRIPTION = "optimizer.pt"  # in a folder that also contains each rank's files
 
 
 def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) -> None:
-    """Write the optimizer's state by parameter name. Each tensor or slice is written by the first rank that holds it.
+    """Write the optimizer's state by parameter name. The first rank that holds a tensor or slice writes it.
 
     With `shard`, writes a folder of safetensors files that torch.distributed.checkpoint's HuggingFaceStorageReader can
-    read; otherwise, writes one file that `torch.load(weights_only=True)` can read. The previous files remain until the
+    read. Otherwise, writes one file that `torch.load(weights_only=True)` can read. The previous files remain until the
     new files are complete. Other files in the folder, such as those of the model, are kept.
 
     Raises CheckpointError, on every rank, if the state cannot be written.
@@ -318,8 +319,8 @@ def check_savable(optimizer: Optimizer) -> None:
 
 
 def optimizer_part(optimizer: Optimizer) -> Callable[[], OptimizerPart]:
-    """A function that returns this rank's part of an optimizer's folder, and uses no collectives. Call `optimizer_part`
-    on all ranks. Raises CheckpointError as `save_optimizer` does."""
+    """Return a function that returns this rank's part of an optimizer's folder, without using collectives. Call
+    `optimizer_part` on all ranks. Raises CheckpointError as `save_optimizer` does."""
     boosted = boosted_optimizer(optimizer)
     description, written = _planned(boosted, shard=True)
 
@@ -355,10 +356,10 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[Sta
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
-    """Load into the optimizer a state that `save_optimizer` wrote with any number of stages.
+    """Load the optimizer's state from a file or folder that `save_optimizer` wrote. The number of stages may differ.
 
-    Raises CheckpointError on every rank, before it changes anything, for any other file or folder, and for a checkpoint
-    with different parameters, shapes or groups.
+    Raises CheckpointError, on every rank and before the optimizer changes, for any other file or folder, and for a
+    checkpoint with different parameters, shapes or groups.
     """
     boosted = boosted_optimizer(optimizer)
     with together(boosted.group):
@@ -380,9 +381,9 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
 
 
 def _keep_loaded_weights(optimizer: PipelineOptimizer, states: ParameterStates, checkpoint: str | Path) -> None:
-    """If the model's loaded weights are not those that were saved with the optimizer, remove their fp32 values from
-    `states`, with a warning. The result is the same as if the optimizer had been loaded before the model. Call it on
-    all ranks."""
+    """If the model's loaded weights differ from the weights that were saved with the optimizer, remove the fp32 values
+    of the loaded weights from `states`, with a warning. The result is the same as if the optimizer had been loaded
+    before the model. Call it on all ranks."""
     weights = optimizer.weights
     with together(optimizer.group):
         own = [name for name, values in states.items() if VALUE in values and weights[name].differs(values[VALUE])]
@@ -394,7 +395,7 @@ def _keep_loaded_weights(optimizer: PipelineOptimizer, states: ParameterStates, 
             values.pop(VALUE, None)
     if optimizer.grid.first:
         logger.warning(
-            "%s was saved with other weights than those that were loaded into the model (such as %s). The loaded "
+            "%s was saved with weights that differ from the weights loaded into the model (such as %s). The loaded "
             "weights are kept, and the fp32 values in this checkpoint are ignored. To use the fp32 values, load the "
             "model that was saved with this optimizer first",
             checkpoint,
@@ -422,13 +423,14 @@ def _refuse_wrappers(states: ParameterStates) -> None:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, in a storage of its own size."""
+    """Return the tensor on the CPU, in a storage that contains only this tensor."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _state_tensors(states: ParameterStates) -> dict[StateKey, Tensor]:
-    """The tensors in `states`. Raises CheckpointError if two have the same place ("Q[0]", and a list "Q")."""
+    """The tensors in `states`. Raises CheckpointError if two tensors have the same key (a state "Q[0]", and the first
+    element of a list "Q")."""
     tensors: dict[StateKey, Tensor] = {}
 
     def add(place: StateKey, tensor: Tensor) -> None:
@@ -466,8 +468,8 @@ def _read_content(source: Path) -> Content:
 
 
 def _refuse_older_folder(source: Path, described: ParameterStates) -> None:
-    """Raise CheckpointError for a folder of version 0.2.0, whose description has the values of tensors in lists and
-    dicts: of a sharded parameter, these are only the first rank's."""
+    """Raise CheckpointError for a folder of version 0.2.0. Its description contains the values of tensors in lists and
+    dicts, but for a sharded parameter only the first rank's values."""
     for (name, key), tensor in _state_tensors(described).items():
         if not tensor.is_meta:
             raise CheckpointError(

@@ -25,8 +25,8 @@ def random_states(grid: Grid) -> dict[str, Any]:
 
 
 def own_random_state(rest: dict[str, Any], grid: Grid) -> Any:
-    """This rank's random state in the content of a training.pt. If the sizes of the grid have changed, or an earlier
-    version of pipeshard wrote the file, this is the first rank's state."""
+    """Return this rank's random state from the content of training.pt. If the sizes of the grid have changed, or an
+    earlier version of pipeshard wrote the file, return the first rank's random state."""
     return rest["ranks"][grid.world.rank()] if rest.get("layout") == _layout(grid) else rest["random"]
 
 
@@ -35,7 +35,8 @@ def _layout(grid: Grid) -> list[int]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to a `random_state`. They may raise anything for an invalid state."""
+    """Set the random generators to the states that `random_state` returned. The generators may raise any exception for
+    an invalid state."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

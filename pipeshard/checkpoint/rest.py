@@ -14,8 +14,8 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, PipeshardError, explained, summary
 
-OTHERS = "others"  # in a training.pt, the progress of all models but the first
-REPLICA_POSITIONS = "positions"  # in a training.pt, the dataloader's state of each replica, if these differ
+OTHERS = "others"  # in a training.pt, the progress of all models except the first
+REPLICA_POSITIONS = "positions"  # in a training.pt, the state of each replica's dataloader, if these states differ
 ADVICE = "load another step (step=... or, in a Trainer, resume_from_checkpoint=...)"
 
 
@@ -29,29 +29,31 @@ def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, position: Any = 
 
 
 def plain_state(part: Any) -> Any:
-    """The state of an LR scheduler or a dataloader, or None without one. Raises CheckpointError as `rest_of` does."""
+    """The state of an LR scheduler or a dataloader, or None if `part` is None. Raises CheckpointError as `rest_of`
+    does."""
     return None if part is None else plain(part.state_dict(), f"the state of this {type(part).__name__}")
 
 
 def own_position(dataloader: Any, grid: Grid) -> Any:
-    """The state of this rank's dataloader, or None if a training state does not contain it: the stages of a replica
-    have the same position, and so do all replicas with a dataloader that divides the data among them."""
+    """The state of this rank's dataloader, or None on ranks that do not save the position. All stages of a replica have
+    the same position, so only the first stage saves it. If the dataloader divides the data among the replicas, these
+    also have the same position, and only rank 0 saves it."""
     is_common = getattr(dataloader, "shared_by", 1) == grid.dp_size
     is_saved = grid.first if is_common else grid.stage == grid.slice == 0
     return plain_state(dataloader) if is_saved else None
 
 
 def positions_of(position: Any, grid: Grid) -> dict[str, Any]:
-    """The entry of training.pt for the positions of all replicas, if these differ. Call it on all ranks, with the
-    result of `own_position`."""
+    """The entry of training.pt with the positions of all replicas, or {} if all replicas have the same position. Call
+    it on all ranks, with the result of `own_position`."""
     positions = gather_objects(position, grid.replicas)
     different = {encode(position) for position in positions if position is not None}
     return {REPLICA_POSITIONS: positions} if len(different) > 1 else {}
 
 
 def saved_position(rest: dict[str, Any], grid: Grid) -> Any:
-    """The position of this rank's replica in the content of a training.pt. Raises CheckpointError if each replica had
-    its own position, and the number of replicas has changed."""
+    """The data position of this rank's replica, from the content of training.pt. Raises CheckpointError if each replica
+    had its own position, and the number of replicas has changed."""
     positions = rest.get(REPLICA_POSITIONS) or [rest["dataloader"]] * grid.dp_size
     if len(positions) != grid.dp_size:
         raise CheckpointError(
@@ -63,7 +65,7 @@ def saved_position(rest: dict[str, Any], grid: Grid) -> Any:
 
 
 def restore_rest(models: Sequence[PipelineModel], rest: dict[str, Any], lr_scheduler: Any) -> None:
-    """Restore the result of `rest_of`, except the dataloader and the random generators."""
+    """Restore the states in the result of `rest_of`, except the states of the dataloader and the random generators."""
     for name, scheduler in by_name(SCHEDULER, lr_scheduler).items():
         scheduler.load_state_dict(rest[name])
     for model, progress in zip(models, (rest, *rest.get(OTHERS, ()))):
@@ -71,7 +73,7 @@ def restore_rest(models: Sequence[PipelineModel], rest: dict[str, Any], lr_sched
 
 
 def _progress(pipeline: Pipeline) -> dict[str, Any]:
-    """The state of one model's steps, apart from its tensors."""
+    """The training progress of one model: its counters, its number, and its loss scale."""
     return {
         "steps": pipeline.steps,
         "forwards": pipeline.forwards,
@@ -95,7 +97,8 @@ def read_rest(file: Path) -> dict[str, Any]:
 
 def restoring(file: Path) -> AbstractContextManager[None]:
     """Context manager around the use of the content of `file`. Converts errors to CheckpointErrors that name the file:
-    generators, schedulers and dataloaders may raise anything for an invalid state, or one of another class."""
+    generators, schedulers and dataloaders may raise any exception for an invalid state, or for the state of another
+    class."""
     advice = f"pass objects of the same classes and settings as in the save, or {ADVICE}"
     return explained(
         lambda error: CheckpointError(f"{file} cannot be restored ({summary(error)}): {advice}"), but=(PipeshardError,)

@@ -48,14 +48,14 @@ FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 class StoredTensors:
     """The tensors of a checkpoint. `shapes` contains the shape of each key, `read` returns a key's tensor, and `rows`
-    returns a matrix whose rows are read when the matrix is sliced. `bytes_read` counts the bytes read by `read` and
-    `rows`. `scales` maps the key of each quantized weight to the keys of its scales, by their suffixes; `shapes` omits
-    the scales.
+    returns a matrix whose rows are read when the matrix is sliced. `bytes_read` is the number of bytes that `read` and
+    `rows` have read. `scales` maps the key of each quantized weight to the keys of its scales, by suffix. `shapes`
+    omits the scales.
 
     Safetensors files are read, not memory-mapped, so that each tensor takes memory only once. Pickled files (.bin, .pt
-    and .pth) are loaded with `weights_only=True`, which executes no code. Untrusted files are checked: no shape exceeds
-    the stored data, and an index lists only files in its own folder. Raises CheckpointError for files that cannot be
-    read, and for an index that lists tensors which the files lack.
+    and .pth) are loaded with `weights_only=True`, which executes no code. Since files may be untrusted, this class
+    checks that no shape exceeds the stored data, and that an index lists only files in its own folder. Raises
+    CheckpointError for files that cannot be read, and for an index that lists tensors that the files lack.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None) -> None:
@@ -198,8 +198,8 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of a checkpoint's first floating-point tensor, which transformers uses if the config has no dtype. None
-    without such a tensor. Raises CheckpointError for files that cannot be read."""
+    """The dtype of a checkpoint's first floating-point tensor, or None if there is no such tensor. transformers uses
+    this dtype if the config specifies none. Raises CheckpointError for files that cannot be read."""
     if not any((folder / name).exists() for name in FILES):
         return None
     first = files_of(folder)[0][0]
@@ -256,7 +256,8 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
-    """Read all tensors of a GGUF file at once. transformers converts them from llama.cpp's names and row order."""
+    """Read all tensors of a GGUF file at once. transformers converts the tensors from llama.cpp's names and row
+    order."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     if model is not None and has_adapters(model):  # a PeftModel's layers have other names
@@ -309,8 +310,8 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically: the file is written in the folder `room`, then renamed to `target`. It has
-    the permissions of an ordinary new file."""
+    """Write a safetensors file atomically: the file is written in the folder `room`, then renamed to `target`. The file
+    has the permissions of an ordinary new file."""
     with writes(target):
         room.mkdir(exist_ok=True)
         path = room / target.name
@@ -323,7 +324,7 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
         room.rmdir()
 
 
-LARGEST_FILE = 1 << 30  # the maximum bytes per file, and therefore per copy; a larger tensor has its own file
+LARGEST_FILE = 1 << 30  # the maximum number of bytes per file, and per copy; a larger tensor has its own file
 
 
 RANK_FILES = "rank-?????-?????.safetensors"  # the pattern of the names of the files that ranks write
@@ -331,7 +332,8 @@ FileContent = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file:
 
 
 def file_contents(tensors: Mapping[str, Tensor]) -> Iterator[FileContent]:
-    """Yield the content of each file that this rank writes: copies of the rank's shards of `tensors`."""
+    """Yield the content of each file that this rank writes. The tensors are copies of this rank's shards of
+    `tensors`."""
     for names in _shard_files(tensors):
         parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
@@ -357,7 +359,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         with warnings.catch_warnings():  # torch warns that it reads without a process group
             warnings.simplefilter("ignore", UserWarning)
             load(dict(tensors), storage_reader=reader, no_dist=True)
-    except CheckpointException as error:  # wraps this rank's error
+    except CheckpointException as error:  # torch wraps this rank's error
         raise CheckpointError(
             f"{folder} is damaged: {reason(error.failures[0][0])}. Load another checkpoint"
         ) from error
@@ -367,7 +369,7 @@ def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless the ranks' files in the folder contain exactly `tensors` (possibly on meta), by
     name, shape and dtype.
 
-    The check allocates no tensors, and reading accepted files takes no more memory than their size.
+    The check allocates no tensors. Reading files that pass the check takes no more memory than the size of the files.
     """
     stored = _stored(folder)
     problems = [f"{name} is missing" for name in sorted(tensors.keys() - stored.keys())]
@@ -416,8 +418,8 @@ def _begin(tensor: Tensor) -> list[int]:
 
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The metadata of the tensors in the ranks' files, by name, from the files' headers. The folder may also contain
-    files of a model."""
+    """Read the metadata of the tensors in the ranks' files, by name, from the files' headers. Files of a model in the
+    same folder are ignored."""
     with explained(  # torch does not check the JSON, which may be untrusted
         lambda error: CheckpointError(f"{folder} is damaged: {reason(error)}. Load another checkpoint")
     ):
@@ -429,7 +431,7 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
     """Whether the chunks cover the tensor exactly once. torch derives the tensor's size from the ends of the chunks, so
-    no chunk exceeds this size."""
+    no chunk exceeds the tensor."""
     chunks, dims = stored.chunks, len(stored.size)
     if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
         return False

@@ -43,14 +43,14 @@ SAVED_FILES = re.compile(r"model((-v\d+)?-\d{5,}-of-\d{5,})?\.safetensors|\.pipe
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
-    """The tensors that this stage saves, by the model's names. The first stage that holds a tensor saves it.
+    """The tensors that this stage saves, by their names in the model. The first stage that holds a tensor saves it.
     Quantized weights are omitted, since the checkpoint from which they were loaded contains them.
 
     Call it on all ranks, since sharded tensors are gathered. Raises CheckpointError for an entry of the model's
-    state_dict that is not a tensor, or that a file cannot contain.
+    state_dict that is not a tensor, or is a tensor that a file cannot contain.
     """
     module, policy = model.unwrap(), model.pipeline.policy
-    state = type(module).state_dict(module, keep_vars=True)  # not one that the user has set on the instance
+    state = type(module).state_dict(module, keep_vars=True)  # not a method that the user has set on the instance
     saved = saved_names(module)
     if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(
@@ -62,9 +62,9 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
         if value.layout != torch.strided or value.is_quantized or value.dtype in (torch.complex32, torch.complex128):
             has = f"layout {value.layout}" if value.layout != torch.strided else f"dtype {value.dtype}"
             raise CheckpointError(
-                f"{name} of this {type(module).__name__} has the {has}, which safetensors files, to which each stage "
-                "saves its part, do not support: use a dense tensor of another dtype, or, if it is a buffer, register "
-                "it with persistent=False"
+                f"{name} of this {type(module).__name__} has the {has}, which the safetensors files that stages write "
+                "do not support: use a dense tensor of another dtype, or, if this is a buffer, register the buffer "
+                "with persistent=False"
             )
     held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
     own = {first: saved[first] for first in sorted(held)}
@@ -227,12 +227,12 @@ class FileSave(Save):
     """A save to a file: each stage writes a part next to the file, and the first stage joins the parts.
 
     The suffix selects the format. A .pt, .pth or .bin file has the format of `torch.save`, and contains each tied
-    tensor under all its names; other files are in the safetensors format. The names in a .pt or .pth file are those of
-    the model's state_dict, and the names in other files are those of `save_pretrained`.
+    tensor under all its names. Other files are in the safetensors format. A .pt or .pth file uses the names in the
+    model's state_dict. Other files use the names that `save_pretrained` writes.
     """
 
     part: dict[str, Tensor]
-    also: dict[str, str]  # in the format of `torch.save`: other names of tied tensors -> names of their tensors
+    also: dict[str, str]  # for the format of `torch.save`: other names of tied tensors -> the saved names
 
     @classmethod
     def plan(cls, boosted: PipelineModel, tensors: dict[str, Tensor], target: Path, snapshot: bool) -> "FileSave":
@@ -296,7 +296,8 @@ def _also_named(module: nn.Module, target: Path) -> dict[str, str]:
 
 
 def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | None) -> list[Any]:
-    """Copies of the model's configs, with the model's class, the saved dtype, and `use_cache` as before boost."""
+    """Copies of the model's configs, with the name of the model's class, the saved dtype, and the values of `use_cache`
+    from before boost."""
     memo: dict[int, Any] = {}
     parts: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
     configs = [copy.deepcopy(part, memo) for part in parts if hasattr(part, "save_pretrained")]
@@ -316,8 +317,8 @@ def _is_untied(module: nn.Module) -> bool:
 
 
 def _ready(state: Mapping[str, Tensor], snapshot: bool) -> dict[str, Tensor]:
-    """The tensors on the CPU or, with `snapshot`, copies that training does not change. Of tensors that overlap (a
-    mask that all layers share), all but the first are copied, since safetensors refuses tensors that share memory."""
+    """The tensors on the CPU or, with `snapshot`, copies that training does not change. If tensors overlap (a mask that
+    all layers share), all but the first are copied, since safetensors rejects tensors that share memory."""
     ready: dict[str, Tensor] = {}
     spans: dict[int, list[range]] = {}  # the addresses that are in use, by storage
     for name, tensor in state.items():
@@ -350,15 +351,15 @@ def _make(folder: Path, module: nn.Module) -> None:
 
 
 def _generation(folder: Path) -> str:
-    """A mark, such as "" or "-v1", for the names of new shards. No shard in the folder has this mark."""
+    """A mark for the names of new shards, such as "" or "-v1". No shard that is already in the folder has this mark."""
     taken = {path.name for path in folder.glob("model*.safetensors")}
     marks = (f"-v{k}" if k else "" for k in itertools.count())
     return next(mark for mark in marks if not any(name.startswith(f"model{mark}-0") for name in taken))
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:
-    """By first name, the name under which each parameter is saved. For tied parameters, this is the name to which the
-    architecture ties the other names."""
+    """Map the first name of each parameter to the name under which the parameter is saved. For a tied parameter, this
+    is the name to which the architecture ties the parameter's other names."""
     is_tied = ties_name(model)
     return {
         first: next((name for name in names if not is_tied(name)), first) for first, names in names_of(model).items()
@@ -366,8 +367,8 @@ def saved_names(model: nn.Module) -> dict[str, str]:
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:
-    """Additional names under which parameters are saved, each with the parameter's first name. The user tied these
-    names (`shared_weights`), so transformers would not tie the names when it loads the checkpoint."""
+    """Map each additional name under which a parameter is saved to the parameter's first name. The user tied these
+    names (`shared_weights`), so transformers would not tie them when it loads the checkpoint."""
     if not isinstance(model, PreTrainedModel):
         return {}
     is_tied, saved = ties_name(model), saved_names(model)

@@ -1,14 +1,14 @@
-"""State folder: the files of a training state on disk, and how they are written and checked.
+"""State folder: writing, checking and locking the files of a training state on disk.
 
 A folder is complete if it contains a manifest, and every file has the size that the manifest lists. To detect flipped
-bits and files of other steps, the manifest also contains each file's SHA-256, as `sha256sum` prints it. Each rank
-computes some of the checksums. Reading the files again takes little time, since they are still in the page cache after
-a save.
+bits and files of other steps, the manifest also contains the SHA-256 of each file, in the format of `sha256sum`. Each
+rank computes some of these checksums. After a save, reading the files again takes little time, since they are still in
+the page cache.
 
-Two jobs that save into one folder (such as a requeued job and its earlier run, if this has not ended) would remove each
-other's unfinished saves. Therefore, the first rank locks the folder for as long as a model (or a Trainer) that saves
-into it exists. The kernel releases the lock when the process exits for any reason. Forked children do not hold the
-lock. On NFS, which cannot lock folders, the file `.writer` in the folder is locked.
+Two jobs that save into one folder (such as a requeued job and its earlier run, if the earlier run has not ended) would
+remove each other's unfinished saves. Therefore, the first rank locks the folder for as long as a model (or a Trainer)
+that saves into the folder exists. The kernel releases the lock when the process exits for any reason. Forked children
+do not hold the lock. On NFS, which cannot lock folders, the first rank locks the file `.writer` in the folder.
 
 With `use_async=True`, every rank writes its part from copies:
 
@@ -60,8 +60,8 @@ def by_name(name: str, given: Any) -> dict[str, Any]:
 
 
 def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup, others: Collection[str] = frozenset()) -> None:
-    """Write the manifest of all files that the first rank finds in the folder, except its paths in `others`. Call it on
-    all ranks, since each rank computes some of the checksums."""
+    """Write the manifest of all files that the first rank finds in the folder, except the (relative) paths in `others`.
+    Call it on all ranks, since each rank computes some of the checksums."""
 
     def files() -> list[str]:
         here = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -150,8 +150,8 @@ def sum_of(file: Path) -> str:
 
 
 def lock(parent: Path, owner: Any, patience: float = 0.0) -> None:
-    """Lock `parent` until all its owners are freed, so that no other process saves into it. Raises CheckpointError if
-    another process holds the lock and, on NFS, does not release it within `patience` seconds.
+    """Lock `parent`, so that no other process saves into it, until every owner of the lock is freed. Raises
+    CheckpointError if another process holds the lock and, on NFS, does not release it within `patience` seconds.
 
     On a file system without locks, other processes are not stopped.
     """
@@ -166,7 +166,7 @@ def lock(parent: Path, owner: Any, patience: float = 0.0) -> None:
 
 
 def _release(key: str, owner: int) -> None:
-    """Release the lock of a folder if its last owner is freed."""
+    """Remove an owner that is freed, and release the folder's lock if this was the last owner."""
     if key not in _held:  # in a forked child
         return
     handle, owners = _held[key]
@@ -209,7 +209,8 @@ def _locked_file(parent: Path, patience: float) -> int:
 
 
 def _other_holder(handle: int) -> str | None:
-    """Lock this file, if its file system has locks. Returns None, or the process that holds it ("" if unknown)."""
+    """Lock this file, if its file system has locks. Returns None, or the other process that holds the lock ("" if
+    unknown)."""
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -238,7 +239,7 @@ def _other_writer(parent: Path, who: str) -> CheckpointError:
 
 
 ANOTHER = "another process"
-# by folder, the open file and the ids of the owners; closing another descriptor of a file would release its lock
+# By folder, the open file and the ids of the owners. Closing another descriptor of the file would release the lock.
 _held: dict[str, tuple[int, set[int]]] = {}
 
 
@@ -254,8 +255,8 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 @dataclass
 class StateSave(Save):
-    """A save of a training state, planned by all ranks together. Here, `stage` is this rank and `stages` the number of
-    ranks. Each rank writes copies of its data."""
+    """A save of a training state, planned by all ranks together. Here, `stage` is this rank, and `stages` is the number
+    of ranks. Each rank writes copies of its data."""
 
     unit: ClassVar[str] = "rank"
 

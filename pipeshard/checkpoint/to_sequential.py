@@ -26,7 +26,7 @@ from pipeshard.split.skeleton import build_layer, skeletons
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
     """Convert the pipeline back to an unsplit model of the original class. Call it on every rank of the pipeline.
 
-    Returns the model on each rank. With `rank`, only that rank (of every replica) returns the model; the other ranks
+    Returns the model on each rank. With `rank`, only that rank (of every replica) returns the model. The other ranks
     return None, and allocate at most one full tensor at a time. The result shares no tensors with `model`, which can
     continue training. Its weights and buffers come from the stages that own them, in the dtype in which these stages
     compute with them. Ties, `requires_grad`, training modes, activation checkpointing, hooks and `use_cache` come from
@@ -78,8 +78,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
 
 class StageTensor(NamedTuple):
-    """The description of a parameter or buffer, sent by its owner stage. For a parameter, `flag` is whether it requires
-    a gradient; for a buffer, whether it is persistent."""
+    """The description of a parameter or buffer, sent by the stage that owns it. `flag` is a parameter's requires_grad,
+    or whether a buffer is persistent."""
 
     name: str
     is_buffer: bool
@@ -95,7 +95,7 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
         copied = copy.deepcopy(model, memo)
     for module, new in zip(model.modules(), copied.modules(), strict=True):
         for key, value in module.__dict__.items():
-            if new.__dict__.get(key) is not value:  # no addition, or a compiled module, whose constructor copies it
+            if new.__dict__.get(key) is not value:  # not an addition, or copied by a compiled module's constructor
                 continue
             if isinstance(value, Interception):
                 del new.__dict__[key]
@@ -115,7 +115,8 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
 
 
 def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
-    """The memo for `deepcopy`: by id, the replacements for objects that `deepcopy` must not copy."""
+    """The memo for `deepcopy`, which maps the ids of objects that `deepcopy` must not copy to the objects'
+    replacements."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():  # a ghost's copy has the ghost's full shape; ties stay tied
         empty = torch.empty(parameter.shape, dtype=computed_in(parameter), device=device)
@@ -144,7 +145,7 @@ def _module_hooks(module: nn.Module) -> Iterator[Any]:
 
 def _is_bound(hook: Any) -> bool:
     """Whether a hook refers to a module, and must therefore be copied with this module. The copy and the model share
-    all other hooks. If a hook is a method of an object (a recorder, a trainer), this object is also shared.
+    all other hooks. If a shared hook is a method of an object (a recorder, a trainer), they also share this object.
 
     torch wraps some hooks in an object with a reference to their module. Other hooks may be methods or partial
     functions.
@@ -156,7 +157,7 @@ def _is_bound(hook: Any) -> bool:
 
 
 def _entries_of_all(pipeline: Pipeline, failure: str) -> list[list[StageTensor]]:
-    """Gather the entries of all stages. All ranks raise UsageError if one rank could not copy the model."""
+    """Gather the entries of all stages. Raises UsageError, on every rank, if one rank could not copy the model."""
     own: list[Any] = [tuple(entry) for entry in _stage_tensors(pipeline)]
     answers = gather_objects((failure, own), pipeline.group)
     failures = [text for text, _ in answers if text]

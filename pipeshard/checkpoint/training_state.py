@@ -77,10 +77,10 @@ def save_training_state(
     between steps, after `optimizer.zero_grad()`.
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
-    the loss scale, the random states of all ranks and the position in the data. With several models (the two of a GAN,
-    or an average of the weights), optimizers or LR schedulers, pass a list; the other models are in `model-1`,
-    `model-2` and so on. At every moment, each step is either complete or does not exist. When this step is complete,
-    all complete steps except the last `keep` are removed.
+    the loss scale, the random states of all ranks and the position in the data. If there are several models (the two of
+    a GAN, or an average of the weights), optimizers or LR schedulers, pass them as a list. The folder then also
+    contains `model-1`, `model-2` and so on. At every moment, each step is either complete or does not exist. When this
+    step is complete, all complete steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
     rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an
@@ -139,9 +139,9 @@ def models_by_name(model: nn.Module | Sequence[nn.Module]) -> dict[str, Pipeline
 
 
 def check_complete(model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
-    """Raise CheckpointError, on every rank, if a given optimizer belongs to a model that is not given, or if optimizers
-    are given without one that was boosted with a given model and updates further parameters. On resuming, this model
-    would start from its initial weights, or this optimizer from an empty state."""
+    """Raise CheckpointError, on every rank, if an object is missing: the model of a given optimizer or, if any
+    optimizers are given, an optimizer that was boosted with a given model and updates further parameters. After
+    resuming, a missing model would have its initial weights, and a missing optimizer an empty state."""
     models = [*models_by_name(model).values()]
     with together(models[0].pipeline.grid.world):
         given = [boosted_optimizer(each) for each in by_name(OPTIMIZER, optimizer).values()]
@@ -219,7 +219,7 @@ def _planned_state(
                 (writing / folder).mkdir(parents=True)
     saves = [io_of(model).planned(model, writing / name) for name, model in models.items()]
     copies = {name: optimizer_part(optimizer) for name, optimizer in optimizers.items()}
-    with together(world):  # no rank begins to write, and then waits for the others, before all ranks have their copies
+    with together(world):  # no rank writes, and then waits for other ranks, before all ranks have their copies
         parts = {name: copied() for name, copied in copies.items()}
         rest = copy.deepcopy(rest)
     return StateSave(
@@ -260,9 +260,9 @@ def load_training_state(
     """Restore the given objects to their state at `step` (by default, the newest complete step), and return this step.
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    passed are not loaded. Pass several models, optimizers or LR schedulers as a list, in the saved order. Each
-    rank's random generators are always restored. If the sizes of the grid have changed, every rank gets the states of
-    the first rank. A background save that is still running is completed first. With `verify`, every file is compared
+    passed are not loaded. Pass several models, optimizers or LR schedulers as a list, in the saved order. Each rank's
+    random generators are always restored. If the sizes of the grid have changed, every rank gets the states of the
+    first rank. The call first waits for a background save that is still running. With `verify`, every file is compared
     with its saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
     `step-<step>.damaged`, and an older step is loaded, with a warning.
 
@@ -275,7 +275,7 @@ def load_training_state(
     pipeline = models[MODEL].pipeline
     check_complete(model, optimizer)
     check_loader(model, dataloader)
-    io_of(models[MODEL]).wait()  # the step that is being written may be the newest, and removes earlier steps
+    io_of(models[MODEL]).wait()  # a save in progress may still add the newest step, and remove earlier steps
     with together(pipeline.grid.world):
         steps = _choose(parent, step)
     _refuse_other_number(steps[0], pipeline, "step to load")
@@ -399,8 +399,8 @@ def _incomplete(parent: Path) -> list[tuple[Path, str]]:
 
 
 def _choose(parent: Path, step: int | None) -> list[int]:
-    """The complete steps to try, newest first: all complete steps, or only `step`. Raises CheckpointError if there is
-    none."""
+    """The complete steps to try, newest first: all complete steps or, if given, only `step`. Raises CheckpointError if
+    there is no such step."""
     steps = sorted(_saved_steps(parent), reverse=True)
     if step is None and steps:
         return steps
@@ -416,7 +416,7 @@ def _choose(parent: Path, step: int | None) -> list[int]:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove leftovers of killed saves, and restore a step that such a save was replacing."""
+    """Remove leftovers of killed saves, and restore steps that these saves were replacing."""
     leftovers = [path for path in parent.glob(".step-*") if HIDDEN.fullmatch(path.name)]
     for path in leftovers:
         if path.suffix == ".old":

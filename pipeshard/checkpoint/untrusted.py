@@ -191,8 +191,8 @@ def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
         raise ValueError(f"its patterns {patterns} are not valid regular expressions: {' '.join(last)}") from None
 
 
-# The maximum number of opcodes in a pickle, and of values that it builds: an optimizer state of 100,000 tensors has
-# about as many.
+# The maximum number of opcodes in a pickle, and of the values that a pickle builds. An optimizer state of 100,000
+# tensors has about this many.
 MOST_STEPS = 4_000_000
 MADE_OF = re.compile(
     r"collections (OrderedDict|Counter)|_codecs encode|torch Size|torch (\w+Storage|[a-z0-9_]+)"
@@ -204,7 +204,7 @@ MADE_OF = re.compile(
 def load_plain(file: Path, kind: str, advice: str) -> Any:
     """Load a `torch.save` file with `torch.load(weights_only=True)`. Tensors are on the CPU, memory-mapped if possible.
 
-    For any other file, raises CheckpointError with the message that the file is not `kind`, and with the `advice`.
+    Raises CheckpointError for any other file. The message says that the file is not `kind`, and ends with the `advice`.
     """
     with explained(  # zipfile, pickletools and torch may raise anything for a damaged file
         lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
@@ -219,10 +219,10 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 def plain(value: Any, what: str, advice: str = " in its state_dict()") -> Any:
     """`value` with NumPy scalars converted to Python numbers, for a file that `load_plain` can read.
 
-    Raises a CheckpointError that names `what`, with the `advice`, if `load_plain` could not read a file with this
-    value.
+    Raises CheckpointError if `load_plain` could not read a file that contains this value. The message names `what`, and
+    ends with the `advice`.
     """
-    if value is None or type(value) in (bool, int, float, str):  # an optimizer may keep one for each parameter
+    if value is None or type(value) in (bool, int, float, str):  # for speed: optimizers have many of these
         return value
     with explained(
         lambda error: CheckpointError(
@@ -248,7 +248,8 @@ def without_scalars(value: Any) -> Any:
 
 
 def has_content(tensor: Tensor) -> bool:
-    """Whether the storage has a value for each element: a file may declare tensors of any shape without data."""
+    """Whether the tensor's storage has a value for each element. A file may declare tensors of any shape without
+    data."""
     return not tensor.is_meta and tensor.layout is torch.strided and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
@@ -256,8 +257,8 @@ def _refuse_bombs(file: IO[bytes]) -> None:
     """Raise ValueError for pickles that could exhaust the memory or never finish.
 
     A few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never finishes, in C code that
-    cannot be interrupted. `torch.save` of plain values uses neither. `torch.save` also never compresses. So compressed
-    data, which may have any size after decompression, is refused.
+    cannot be interrupted. `torch.save` of plain values uses neither. Compressed data may have any size after
+    decompression. It is also refused, since `torch.save` never compresses.
     """
     size = file.seek(0, os.SEEK_END)
     if zipfile.is_zipfile(file):
@@ -287,9 +288,9 @@ class _Bounded:
 
 def _measure_pickle(content: Any) -> None:
     """Check a pickle without building anything. Raises ValueError for globals that `torch.save` never uses for plain
-    values, and for too many opcodes or values; a shared value counts once per reference."""
-    # The unpickler's stack: each object is a list with its number of values, shared by all references to the object;
-    # None is a mark.
+    values, and for too many opcodes or values. A shared value counts once per reference."""
+    # The unpickler's stack. An object is a list with the object's number of values, and all references to the object
+    # share this list. None is a mark.
     stack: list[list[int] | None] = []
     memo: dict[Any, list[int]] = {}
     for k, (code, argument, _) in enumerate(pickletools.genops(content)):
