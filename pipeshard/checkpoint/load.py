@@ -298,7 +298,7 @@ class _Plan:
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:
             made = piece.convert(self.model, lambda key: torch.empty(self.source.shapes[key], device="meta"))
-        except Exception as error:  # transformers may raise anything for unexpected shapes
+        except Exception as error:  # transformers may raise any error for unexpected shapes
             sources = ", ".join(key for key, _ in piece.sources[:3])
             self.problems.append(f"{piece.target} cannot be converted from {sources} ({summary(error)})")
             return {piece.target: self.shapes[piece.target]}

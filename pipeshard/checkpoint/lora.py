@@ -72,7 +72,7 @@ def enable_lora(
         refuse_ignored_adapters(model, Path(base))
     if pretrained_dir is not None:
         return _with_adapter_of(pretrained_dir, model)
-    with explained(  # peft may raise anything for an unexpected model or config
+    with explained(  # peft may raise any error for an unexpected model or config
         lambda error: ConfigurationError(
             f"peft cannot add adapters of this lora_config to {type(model).__name__}: {summary(error)}"
         )

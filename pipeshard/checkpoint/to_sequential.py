@@ -66,7 +66,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     if rank is None or rank == pipeline.rank:
         try:
             copied = _copied_stage(pipeline, torch.device(device))
-        except Exception as error:  # __deepcopy__ of the user's attributes may raise anything
+        except Exception as error:  # __deepcopy__ of the user's attributes may raise any error
             name = type(pipeline.model).__name__
             failure = f"copy.deepcopy of {name} failed on rank {pipeline.rank} of the pipeline: {error!r}"
     for stage, tensors in enumerate(_entries_of_all(pipeline, failure)):

@@ -111,7 +111,7 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
 
 
 def _explaining(what: str) -> AbstractContextManager[None]:
-    # transformers and peft may raise anything for unexpected content
+    # transformers and peft may raise any error for unexpected content
     return explained(lambda error: CheckpointError(f"{what}: {summary(error)}"))
 
 
@@ -206,7 +206,7 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 
     Raises CheckpointError for any other file. The message says that the file is not `kind`, and ends with the `advice`.
     """
-    with explained(  # zipfile, pickletools and torch may raise anything for a damaged file
+    with explained(  # zipfile, pickletools and torch may raise any error for a damaged file
         lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
     ):
         if not file.is_file():

@@ -29,8 +29,7 @@ SHOWN_BY_REPR = (bool, int, float, str, type(None), Program)  # types whose repr
 def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
     """Raise ConfigurationError, on every rank, if the lines of an item differ between the ranks of `group`.
 
-    Ranks send digests and, only if the digests differ, the lines themselves. The error shows the first line that
-    differs.
+    Ranks send digests. They send the lines only if the digests differ. The error shows the first line that differs.
     """
     digests = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
     ranks = gather_objects(digests, group)
@@ -48,7 +47,7 @@ def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, 
 
 
 def texts_of(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Each argument as a line `name=value`, which is the same in every process if the values are equal."""
+    """Return each argument as a line `name=value`. The line is the same in every process if the values are equal."""
     return {name: [f"{name}={_value_text(value)}"] for name, value in arguments.items()}
 
 
@@ -74,11 +73,11 @@ def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Copy the first rank's parameters, buffers and tensors in attributes of modules to every rank if any rank has
-    different values. Call it on every rank. DistributedDataParallel does the same with parameters and buffers.
+    """If the values differ between ranks, copy the first rank's parameters, buffers, and tensors in module attributes
+    to every rank. Call it on every rank. DistributedDataParallel does the same with parameters and buffers.
 
-    Ranks compare a few elements of each tensor, which differ if the ranks used different seeds. Tensors that are on
-    the meta device on any rank are skipped: they are initialized or loaded later.
+    Ranks compare a few elements of each tensor, which differ if the ranks used different seeds. Tensors that are on the
+    meta device on any rank are skipped, since they are initialized or loaded later.
     """
     tensors = _tensors(model)
     ranks = gather_objects({name: _digest(tensor) for name, tensor in tensors.items()}, group)
@@ -98,8 +97,8 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict, other buffers, and tensors in attributes of modules, by name, shape and dtype. The
-    key includes the shape because a rank may have resized a buffer."""
+    """The tensors of the state dict, other buffers, and tensors in module attributes, by name, shape and dtype. The key
+    includes the shape because a rank may have resized a buffer."""
     attributes = ((f"{path}.{key}", held) for path, one in model.named_modules() for key, held in vars(one).items())
     others = {name.lstrip("."): held for name, held in attributes if isinstance(held, Tensor)}
     every = model.state_dict(keep_vars=True) | dict(model.named_buffers()) | others
@@ -126,8 +125,8 @@ def _digest(tensor: Tensor) -> str | None:
 def compare_trained(
     trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]
 ) -> dict[str, bool]:
-    """Merge the requires_grad flags of all ranks' parameters, by name. Raise UsageError, on every rank, if a parameter
-    is trained on only some of the ranks that share it."""
+    """Merge the requires_grad flags of all ranks' parameters, by name. Raises UsageError, on every rank, if a parameter
+    is trained on only some of the ranks that hold it."""
     ranks = gather_objects(dict(trained), group)
     for rank, of_rank in enumerate(ranks):
         for name, flag in of_rank.items():

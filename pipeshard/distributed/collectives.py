@@ -28,7 +28,8 @@ def encode(value: Any) -> bytes:
     """Serialize a value to bytes, for `decode`.
 
     Supports None, numbers, strings, bytes, tensors, dtypes, torch.Sizes, and dicts, lists, tuples and sets of these.
-    Raises MessageError for objects that torch.load refuses with weights_only=True, since pickle executes their code.
+    Raises MessageError for objects that torch.load refuses with weights_only=True, since unpickling these objects could
+    execute code.
     """
     buffer = io.BytesIO()
     with explained(
@@ -96,7 +97,7 @@ def first_seed(group: dist.ProcessGroup) -> int:
 
 
 def _content(value: Any) -> tuple[bytes, bool]:
-    """Encode a value. Returns (content, False), or (the reason why the value cannot be sent, True)."""
+    """Encode a value. Returns (content, False) or, if the value cannot be sent, (reason, True)."""
     try:
         return encode(value), False
     except MessageError as error:
@@ -144,8 +145,8 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
-    """Broadcast the scalar (or None) of global rank `source`, and return it on every rank of `group`, on `device` and
-    with the source's dtype."""
+    """Broadcast the scalar (or None) of global rank `source` to every rank of `group`. Returns the scalar on `device`,
+    in the dtype that it has on the source."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
     message, group = torch.tensor(content, dtype=torch.float64), control(group)
     own_progress().wait_in(group, broadcast(message, source, group))
@@ -163,7 +164,7 @@ def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def share_in_turn(value: Any, *groups: dist.ProcessGroup) -> Any:
-    """Broadcast a value from the first rank of each group, one group after the other, and return it."""
+    """Broadcast a value from the first rank of each group, one group after the other, and return the received value."""
     for group in groups:
         value = share_value(value, ranks_of(group)[0], group) if group.size() > 1 else value
     return value
@@ -181,8 +182,8 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
 
 
 def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Broadcast a contiguous tensor from global rank `source` in place, as bytes, since no backend supports every
-    dtype."""
+    """Broadcast a contiguous tensor from global rank `source` in place. The tensor is sent as bytes, since no backend
+    supports every dtype."""
     if tensor.numel():
         content = as_bytes(tensor)
         group = group if tensor.is_cuda else control(group)
@@ -195,12 +196,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, which shares the DTensor's memory; any other tensor is returned unchanged."""
+    """Return this rank's shard of a DTensor. The shard shares the DTensor's memory. Any other tensor is returned
+    unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Free the memory of a tensor (of a DTensor, this rank's shard) without a change of its version counter."""
+    """Free the memory of a tensor (for a DTensor, of this rank's shard) without changing the tensor's version
+    counter."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = tensor._local_tensor.new_empty(0)
     else:
@@ -231,8 +234,8 @@ def align_grad(parameter: nn.Parameter) -> None:
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard `part` as a DTensor with the placements of `tensor`. `part` itself if `part` is a DTensor
-    already, or if `tensor` is not a DTensor."""
+    """Wrap this rank's shard `part` in a DTensor with the placements of `tensor`. Returns `part` unchanged if `part` is
+    already a DTensor, or if `tensor` is not a DTensor."""
     if not isinstance(tensor, DTensor) or isinstance(part, DTensor):
         return part
     return DTensor.from_local(
@@ -253,8 +256,8 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard of the full tensor `value`, sharded like `tensor`. `value` itself if `tensor` is not a
-    DTensor."""
+    """Return this rank's shard of the full tensor `value`, sharded like `tensor`. Returns `value` unchanged if `tensor`
+    is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return value
     placed: Any = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -262,7 +265,8 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError unless all ranks have equal `calls`, as (hash of the call's name, number of the call)."""
+    """Raise UsageError unless all ranks are in the same call. `calls` contains (hash of the call's name, number of the
+    call) of each rank."""
     if len(set(calls)) > 1:
         names = gather_objects(own_progress().call, group)
         table = "; ".join(f"{named(r)}: {name} (call {calls[r][1]})" for r, name in enumerate(names))
@@ -287,8 +291,8 @@ def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequenc
 
 @contextmanager
 def together_in(name: str) -> Iterator[None]:
-    """Context manager or decorator for the collective call `name`. On entry, every rank raises UsageError if the ranks
-    are in different calls."""
+    """Context manager or decorator for the collective call `name`. On entry, raises UsageError, on every rank, if the
+    ranks are in different calls."""
     with calling(name) as is_call:
         if is_call:
             world = dist.group.WORLD

@@ -1,8 +1,8 @@
 """Crash: the report that a rank writes when a failure ends it, and the page that summarizes all ranks.
 
 Each rank that can still run code writes `crash/rank-N.json` in its working directory. The file contains the fault, the
-stacks of all threads, the rank's last actions, and the rank's memory use. PIPESHARD_CRASH sets another folder; if this
-variable is empty, nothing is written. `pipeshard crash FOLDER` summarizes the reports.
+stacks of all threads, the rank's last actions, and the rank's memory use. The environment variable PIPESHARD_CRASH sets
+another folder. If the variable is empty, ranks write no reports. `pipeshard crash FOLDER` summarizes the reports.
 """
 
 import json
@@ -31,8 +31,8 @@ LONGEST_REPORT = 16 * 2**20  # bytes; a larger report is an error
 
 
 def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None, run: str) -> None:
-    """Write this rank's report. `run` is a string that differs between runs. If writing fails, log a warning instead of
-    raising."""
+    """Write this rank's report. `run` is a string that differs between runs. If writing fails, logs a warning instead
+    of raising an error."""
     if not (folder := os.environ.get(VARIABLE, "crash")):
         return
     try:
@@ -48,7 +48,7 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None, run:
     now, names = time.monotonic(), {thread.ident: thread.name for thread in threading.enumerate()}
     memory = {"resident": psutil.Process().memory_info().rss, "of the host": psutil.virtual_memory().total}
     is_training = threading.current_thread() is threading.main_thread()
-    # A thread of the watch would wait for the allocator's lock, with the GIL, if the training thread hangs with it.
+    # If the training thread hangs while it holds the allocator's lock, a thread of the watch would hang with the GIL.
     if is_training and torch.cuda.is_available() and torch.cuda.is_initialized():
         memory |= {"allocated": torch.cuda.memory_allocated(), "allocated at most": torch.cuda.max_memory_allocated()}
     return {
@@ -70,8 +70,8 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None, run:
 
 
 def page(folder: Path) -> Iterator[str]:
-    """Yield the lines of a summary of the last run's reports in a folder: the cause, then each rank's error and last
-    actions, in the order in which the ranks reported.
+    """Yield the lines of a summary of the last run's reports in a folder: the cause, and then each rank's error and
+    last actions, in the order in which the ranks wrote their reports.
 
     Raises CheckpointError if the folder contains no report, or a report that cannot be read.
     """

@@ -65,15 +65,15 @@ class Fault:
 
 
 T = TypeVar("T")
-LINGER = 2.0  # seconds that the process that hosts the store waits for the other ranks on exit
+LINGER = 2.0  # seconds for which the process that hosts the store waits for the other ranks at exit
 
 
 class Alarm:
     """The reported Fault of each collective call, kept in the store under the call's number. If ranks report several
-    faults in one call, every rank uses the first reported one.
+    faults in one call, every rank uses the fault that was reported first.
 
     If `gone` is set, the store no longer responds, and `ask`, `tell` and `told` raise DistStoreError immediately.
-    `asked` is set while a thread waits for the store in `ask`.
+    `asked` is True while a thread waits for the store in `ask`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -102,8 +102,8 @@ class Alarm:
         return Fault.from_json(self.store.compare_set(f"alarm/{number}", "", text))
 
     def told(self, numbers: Sequence[int], patience: float = 0.0) -> Fault | None:
-        """The fault reported in the first of these calls with a fault, or None if no fault is reported within
-        `patience` seconds."""
+        """The fault of the first call in `numbers` for which a fault is reported, or None if no fault is reported
+        within `patience` seconds."""
         until = time.monotonic() + patience
         while True:
             self._refuse_gone()
@@ -115,8 +115,8 @@ class Alarm:
             time.sleep(0.02)
 
     def leave(self, without: Collection[int]) -> None:
-        """Sign off when this process exits. A rank that hosts the store waits at most LINGER seconds for all ranks
-        except those in `without` to sign off."""
+        """Sign off when this process exits. If this rank hosts the store, it then waits at most LINGER seconds for all
+        ranks except the ranks in `without` to sign off."""
 
         def leave() -> None:
             self._refuse_gone()
@@ -162,8 +162,8 @@ def has_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-ANSWER_SECONDS = 2.0  # within which every live rank answers
-LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  # not the user's code
+ANSWER_SECONDS = 2.0  # seconds within which every live rank answers a roll call
+LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  # in paths of library code
 
 
 class RollCall:
@@ -175,15 +175,16 @@ class RollCall:
         self.silent: list[int] = []  # the ranks that did not answer
 
     def answer(self, number: int) -> None:
-        """Report the current activity of this process, once per call. The watch thread calls this method, so it also
-        works if the training thread hangs."""
+        """Report the current activity of this process, once per call. A thread of the watch calls this method, so ranks
+        also answer if their training thread hangs."""
         if self._answered != number:
             self._answered = number
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(_process_state()))
 
     def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
-        """The fault with a message based on the answers. If the fault's kind is GONE, the message names the ranks that
-        do not respond. Otherwise, it names the ranks at fault, and lists the activity of each rank."""
+        """Return the fault with a message based on the answers. If the fault's kind is GONE, the message names the
+        ranks that do not respond. Otherwise, the message names the ranks at fault, and lists the activity of each
+        rank."""
         answers = self._collect(fault.number)
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
@@ -249,9 +250,10 @@ TAG = 7919  # the tag of a message that no rank sends
 def abort_groups() -> None:
     """Abort all process groups, so that every pending wait in these groups ends immediately, in any thread.
 
-    Gloo collectives cannot be aborted. But cancelling a receive closes the connections of the receive's group and
-    aborts everything in flight in this group, unless the receive's own connection was already broken. Without an abort,
-    a process with unreceived messages could not even exit, since on exit it joins the threads that send these messages.
+    Gloo collectives cannot be aborted directly. But cancelling a receive closes the connections of its group, and so
+    aborts all operations in flight in this group, unless the receive's own connection was already broken. Without an
+    abort, a process with unreceived messages could not even exit, since on exit it joins the threads that send these
+    messages.
     """
     backends = _backends()
     _abort([backend for _, backend in backends if backend.name() != "gloo"])
@@ -262,15 +264,15 @@ def abort_groups() -> None:
 
 
 def outlast_watch() -> None:
-    """Extend the timeout of all gloo groups with torch's default timeout (half an hour) to a day, so that the watch's
-    timeout expires first, with an error that shows the reason."""
+    """Extend the timeout of all gloo groups that have torch's default timeout (half an hour) to a day. The watch's
+    timeout then expires first, with an error that shows the reason."""
     for _, backend in _backends():
         if backend.name() == "gloo":
             extend_timeout(backend, dist.default_pg_timeout, timedelta(days=1))
 
 
 def _backends() -> list[tuple[dist.ProcessGroup, Any]]:
-    """The groups of several ranks, with each of their backends."""
+    """All process groups with more than one rank, each paired with each of its backends."""
     return [
         (group, group._get_backend(torch.device(device)))
         for group in dist.distributed_c10d._world.pg_map
@@ -309,7 +311,7 @@ def _gives_up(backend: Any, other: int) -> bool:
 
 
 TEXT = 2000  # characters of an error's text that are sent to other ranks
-OURS = ("/torch/", "/pipeshard/")  # in the paths of code that raises the error of a lost connection
+OURS = ("/torch/", "/pipeshard/")  # in the paths of code that raises an error if a connection is lost
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
 
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from pipeshard.errors import UsageError
 
-# By default, torch aborts a process (SIGABRT) if one of its NCCL communicators fails or is aborted. Here the watch
-# aborts communicators after a fault, and the waiting call raises an error with the rank and the reason.
+# By default, torch aborts a process (SIGABRT) if one of its NCCL communicators fails or is aborted. With these
+# settings, the process continues: the watch aborts the communicators after a fault, and the waiting call raises an
+# error that names the rank and the reason.
 ERRORS_ARE_RAISED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
@@ -19,7 +20,7 @@ def raising_errors() -> Iterator[None]:
     """Context manager for creating groups whose NCCL failures do not abort the process. Environment variables that the
     user has set are kept."""
     ours = {name: value for name, value in ERRORS_ARE_RAISED.items() if name not in os.environ}
-    os.environ.update(ours)  # torch reads them when it creates a group
+    os.environ.update(ours)  # torch reads these variables when it creates a group
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
 """Local world: all ranks of a mesh as threads of one process. Only one of these threads runs at a time.
 
-The thread of a rank runs the engine's own code. A rank yields only if it would wait for another rank, in a collective
-call or for a message, and the ranks take turns in rank order. All runs are therefore identical, only one thread at a
-time uses autograd and the random generators, and a deadlock is detected immediately. torch also tests its collectives
-with threads (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group. A local
-world does not replace it.
+The thread of a rank runs the engine's own code. A rank yields only when it must wait for another rank, in a collective
+call or for a message. The ranks take turns in rank order. Therefore, all runs are identical, only one thread at a time
+uses autograd and the random generators, and a deadlock is detected immediately. torch also tests its collectives with
+threads (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group. A local world
+does not replace the default process group.
 """
 
 import threading
@@ -123,8 +123,8 @@ class _Meeting:
 class LocalWorld:
     """`size` ranks in this process; `run` calls a function on each rank.
 
-    `note` is called before each action of a rank's steps. `keeping()` returns a context manager for each rank. It is
-    entered whenever the rank runs, for example to switch to the rank's own random generators.
+    `note` is called before each action of a rank's steps. `keeping()` returns a context manager for each rank. The
+    world enters this context manager whenever the rank runs, for example to switch to the rank's own random generators.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class LocalWorld:
         return True
 
     def wait(self, ready: Callable[[], bool], waits_for: str) -> None:
-        """Let other ranks run until `ready()` is true. Called by the running rank."""
+        """Let other ranks run until `ready()` returns True. Called by the running rank."""
         assert self._running is not None
         self._running.give_back(ready, waits_for)
 
@@ -273,8 +273,8 @@ class LocalP2P(P2P):
 
 @dataclass
 class _EdgeMessages:
-    """The messages from one rank to another. As between processes, the n-th posted receive receives the n-th message,
-    regardless of the order in which the program waits for receives."""
+    """The messages from one rank to another. As between processes, the n-th receive that the program posts gets the
+    n-th message, regardless of the order in which the program waits for receives."""
 
     sent: list[Tensor | None] = field(default_factory=list)  # None: already received
     received: int = 0  # the number of posted receives
@@ -350,7 +350,7 @@ def _inherited() -> Callable[[], AbstractContextManager[None]]:
                 stack.enter_context(torch.cuda.device(gpu))
             if device.type not in ("cpu", "meta"):
                 stack.enter_context(device)
-            # While a thread is inside torch.autocast, torch does not clear its cache of casts: a rank's second step
+            # While a thread is inside torch.autocast, torch does not clear the cache of casts, so a rank's second step
             # would use casts from the first step.
             for kind, dtype in casts:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))

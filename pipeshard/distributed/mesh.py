@@ -64,7 +64,7 @@ class ProcessGroupMesh:
         names = tuple(map(axis_name, range(len(size))))
         with raising_errors():
             self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
-        # By ranks and backend. The keys are the same on every rank, so that all ranks see which groups are missing.
+        # By ranks and backend. All ranks have the same keys, so that every rank knows which groups are missing.
         self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None] = {}
         for axis in range(len(size)):
             for ranks in self._ranks_along(axis, None):
@@ -106,7 +106,7 @@ class ProcessGroupMesh:
 
     @staticmethod
     def get_coords_along_axis(base_coord: Coordinate, axis: MeshAxes, indices_at_axis: Indices) -> list[Coordinate]:
-        """All copies of `base_coord` with indices on `axis` from `indices_at_axis`; the last given axis varies fastest.
+        """All copies of `base_coord` with indices on `axis` from `indices_at_axis`. The last given axis varies fastest.
 
         Args:
             base_coord: the coordinate whose indices on all other axes are kept.
@@ -166,8 +166,8 @@ class ProcessGroupMesh:
         """Like `create_group_along_axis`, but does not communicate if the groups of all ranks already exist.
 
         The groups along a single full axis, with the default backend, always exist. For other groups, the first call is
-        a collective. If ranks pass different arguments, and groups exist only for some of these arguments, call
-        `create_group_along_axis` instead.
+        a collective. If ranks pass different arguments, and groups already exist for some of these arguments but not
+        for all, call `create_group_along_axis` instead.
         """
         wanted = self._ranks_along(axis, indices_at_axis)
         # Check the groups of every rank, not only this rank's, so that all ranks make the same decision.
@@ -181,7 +181,8 @@ class ProcessGroupMesh:
 
     def warm_up(self, device: torch.device) -> None:
         """Run an all-reduce in every group of the world's backend, in the same order on all ranks. If connections were
-        created lazily in a step, hosts would wait for each other, and GPUs would wait for all work in their queues."""
+        created during a step instead, hosts would wait for each other, and GPUs would wait for all work in their
+        queues."""
         for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if group is not None and backend is None and group.size() > 1:
                 work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
@@ -271,9 +272,9 @@ class Grid:
         self.world = self._group([DP, PP, TP])
 
     def p2p(self, kind: object, placement: Sequence[int]) -> P2P | None:
-        """The P2P for the messages of this rank's pipeline, with stage s on pipeline rank `placement[s]`. None if all
-        stages are on one rank. A built-in P2P is created once per placement. A user's class may have state, so it is
-        instantiated for each model."""
+        """The P2P for the messages of this rank's pipeline, with stage s on pipeline rank `placement[s]`. Returns None
+        if all stages are on one rank. A built-in P2P is created once per placement. A user's class may have state, so
+        an instance is created for each model."""
         ranks = self.mesh.get_ranks_in_group(self.stages)
         if not isinstance(kind, str):
             return make_p2p(kind, ranks, placement, self.device)
@@ -322,9 +323,9 @@ class Grid:
         )
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ from this rank only on `axes` and, given several `stages`, in their stage,
-        which is one of these. None if there are neither axes nor several stages, or if several `stages` do not include
-        this rank's stage. A collective: call it on every rank of the world."""
+        """The group of the ranks that differ from this rank only on `axes`. Given several `stages`, the group also
+        spans these stages. Returns None if there are neither axes nor several stages, or if several `stages` do not
+        include this rank's stage. A collective: call it on every rank of the world."""
         if len(stages) < 2:
             return self._group(axes) if axes else None
         chosen = [list(range(self.mesh.shape[axis])) for axis in axes]
@@ -342,9 +343,9 @@ _grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # by world an
 def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
     """Return the Grid of these sizes, which all models of this world with these sizes share. Call it on all ranks.
 
-    torch keeps a process group, with its threads and NCCL's allocations, until the world is destroyed. A sweep that
-    boosts one model after another would create more groups with each model. Models do not run at the same time, so
-    messages of different models cannot be confused.
+    torch keeps a process group, with its threads and NCCL's allocations, until the world is destroyed. Without shared
+    grids, a sweep that boosts one model after another would create more groups with each model. Models do not run at
+    the same time, so messages of different models cannot be confused.
     """
     sizes = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
     world = dist.group.WORLD
@@ -370,7 +371,8 @@ def join_alone(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int) ->
 def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int = 1) -> int:
     """The number of replicas of a pipeline of these sizes: the world size divided by the size of one replica.
 
-    Raises ConfigurationError if this is not an integer or differs from `dp_size`, or if no process group exists.
+    Raises ConfigurationError if the quotient is not an integer or differs from `dp_size`, or if no process group
+    exists.
     """
     if not dist.is_initialized():
         of_trainer = ". With a Trainer, create its TrainingArguments, which initialize the group, before the plugin"
@@ -392,8 +394,8 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
 
 
 def own_device() -> torch.device:
-    """Return the device on which this process computes: a GPU (it becomes the current device), or the CPU if there is
-    none."""
+    """Return the device on which this process computes: a GPU, which becomes the current device, or the CPU if there is
+    no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=...)
@@ -431,7 +433,7 @@ def refuse_shared_gpus(device: torch.device) -> None:
 
 
 def gpu_of(device: torch.device) -> str:
-    """The host and the GPU of this rank, as NCCL compares them, or "" for a CPU or if NCCL may share GPUs."""
+    """The host and the GPU of this rank, as NCCL compares them, or "" for a CPU, or if NCCL lets ranks share a GPU."""
     if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
         return ""
     host = os.environ.get("NCCL_HOSTID") or socket.gethostname()

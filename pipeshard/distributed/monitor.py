@@ -1,7 +1,7 @@
 """Monitor: a small process for each rank that kills the rank if it hangs while it holds the GIL.
 
 A thread of the rank would need the GIL to kill the rank, but a hanging extension or regular expression may never
-release it. The monitor is therefore a separate process. It imports only the standard library, and uses 10 MB.
+release the GIL. The monitor is therefore a separate process. It imports only the standard library, and uses 10 MB.
 
     rank ── each second: how long the rank may be silent ──▶ monitor ── SIGABRT, then SIGKILL ──▶ rank
 """
@@ -33,15 +33,15 @@ class Monitor:
         os.set_blocking(self._pipe, False)
 
     def beat(self, limit: float) -> None:
-        """Send a heartbeat, which sets the number of seconds for which this process may be silent from now on. Infinity
+        """Send a heartbeat. `limit` is the number of seconds for which this process may be silent from now on. Infinity
         means no limit."""
         with contextlib.suppress(OSError):  # the monitor was killed or is stopped: training continues without it
             os.write(self._pipe, f"{0 if limit == float('inf') else limit:.3f}\n".encode())
 
 
 def supervise(rank: int) -> None:
-    """Supervise the parent process, with process id `rank`, until it exits. Kill it if it is silent for too long. Time
-    during which this process or the parent is stopped does not count."""
+    """Supervise the parent process, whose process id is `rank`, until it exits. Kill the parent if it sends no
+    heartbeat for too long. Time during which this process or the parent is stopped does not count."""
     limit, silent = 0.0, 0.0
     while os.getppid() == rank:
         ready, _, _ = select.select([0], [], [], LOOK)
@@ -60,7 +60,7 @@ def supervise(rank: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped a process; False if the system does not report this."""
+    """Whether a signal or a debugger has stopped a process. False if the system does not report this."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in b"Tt"

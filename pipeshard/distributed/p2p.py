@@ -1,9 +1,9 @@
-"""P2P: messages between ranks of a pipeline; each contains only a tensor's bytes.
+"""P2P: messages between ranks of a pipeline. Each message contains only a tensor's bytes.
 
 Both ends have the shapes and dtypes from the trace. Messages therefore have no header, nothing is pickled, and there
 are no handshakes that could wait in an order other than the schedule's. With NCCL, each message runs as a kernel on the
 sending rank and a kernel on the receiving rank, and a rank runs the kernels of one communicator one after the other.
-Messages are then posted in an order in which these kernels never deadlock (`add_ordered_communication`).
+pipeshard therefore posts these messages in an order in which the kernels never deadlock (`add_ordered_communication`).
 """
 
 import inspect
@@ -34,10 +34,10 @@ class P2P(ABC):
 
     `ranks[r]` is the global rank of pipeline rank r, and `edges` is the sorted list of the (source, destination) pairs
     that will be used, in pipeline ranks. Every rank of the world constructs its P2P at the same time, so the
-    constructor may create groups. It must use `new_group`, since there may be other pipelines. The messages of one edge
-    arrive in the order in which they were sent. Tensors are contiguous, flat bytes (uint8), and both ends have computed
-    their size. `send` and `receive` must not wait for the other end. They return an object with a method `wait()`,
-    which waits for the other end.
+    constructor may create groups. It must create them with `new_group`, since there may be other pipelines. The
+    messages of one edge arrive in the order in which they were sent. Tensors are contiguous, flat bytes (uint8). Both
+    ends know the tensors' sizes in advance. `send` and `receive` must not wait for the other end. They return an object
+    with a method `wait()`, which waits for the other end.
 
     Attributes:
         kernels: whether messages are kernels on a GPU's streams. If so, a step's messages are posted in an order in
@@ -79,8 +79,9 @@ class P2P(ABC):
 
 
 class EdgeP2P(P2P):
-    """A P2P with a separate group of two ranks for each edge. If both directions shared a group, a message posted early
-    could queue behind a message in the other direction that depends on it, or be mistaken for that message."""
+    """A P2P with a separate group of two ranks for each edge. If both directions shared a group, a message that is
+    posted early could queue behind a message in the other direction that depends on the early message, or be mistaken
+    for the other message."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
@@ -165,7 +166,8 @@ def edges_of(placement: Sequence[int]) -> list[Edge]:
 
 
 def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
-    """Create the P2P of a pipeline with stage s on pipeline rank `placement[s]`. None if one rank holds all stages."""
+    """Create the P2P of a pipeline with stage s on pipeline rank `placement[s]`. Returns None if one rank holds all
+    stages."""
     edges = edges_of(placement)
     return check_p2p(kind)(ranks, edges, device) if edges else None
 
@@ -178,7 +180,8 @@ def with_messages(program: Program, p2p: P2P | None) -> Program:
 
 def options_of_kernels() -> dict[str, Any]:
     """The `new_group` options of a group that is only for messages. NCCL's own timer would start when the host posts a
-    message, and abort the process without an explanation. It is therefore set to a day, and the watchdog detects
-    stalls instead. The streams have high priority, so that a message does not wait behind the next layer's kernels."""
+    message, and abort the process without an explanation. This timer is therefore set to a day, and the watchdog
+    detects stalls instead. The streams have high priority, so that a message does not wait behind the next layer's
+    kernels."""
     day = timedelta(days=1)
     return {"backend": "nccl", "timeout": day, "pg_options": nccl_options(day)}

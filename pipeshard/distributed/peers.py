@@ -1,8 +1,8 @@
 """Peers: the processes of the other ranks on this host, and their states as the kernel reports them.
 
 The connections of a killed rank stay open as long as one of its forked children runs. The connections of a stopped
-(suspended) rank always stay open. Neither rank can report its own state. But the ranks of one host can query each
-other's processes, and detect both states without a connection or a timeout.
+(suspended) rank always stay open. Neither a killed nor a stopped rank can report its own state. But the ranks of one
+host can query each other's processes, and so detect both states without a connection or a timeout.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-EVERY = 4  # checks of the watch for each check of this class
+EVERY = 4  # checks of the watch per check of this class
 STOPPED = 5  # consecutive checks after which a stopped process counts as stopped, since the whole job may be paused
 PDEATHSIG = 1  # option of prctl: the signal that a process receives when its parent exits
 SAME = 2.0  # seconds by which readings of a start time can differ: the kernel reports the boot time in whole seconds
@@ -57,9 +57,9 @@ class Peers:
         self._sure = self._suspect >= 0
 
     def look(self, silent: int = 0) -> tuple[int, str] | None:
-        """A rank that was killed or is stopped, with a message about the rank's state, or None if there is none.
-        `silent` is the number of consecutive checks to which the store has not responded. A rank counts as killed only
-        if it has not signed off in the store, or if the store does not respond."""
+        """Return a rank that was killed or is stopped, with a message about the rank's state, or None if there is no
+        such rank. `silent` is the number of consecutive checks to which the store has not responded. A rank counts as
+        killed only if it has not signed off in the store, or if the store does not respond."""
         self._looks += 1
         if self._looks % EVERY == 0:
             for rank, process in self._processes.items():
@@ -75,8 +75,8 @@ class Peers:
         return None
 
     def killed(self) -> int:
-        """A rank of this host whose process no longer exists, although the rank has not signed off, or -1 if there is
-        none."""
+        """Return a rank of this host whose process no longer exists, although the rank has not signed off, or -1 if
+        there is no such rank."""
         gone = (rank for rank, process in self._processes.items() if rank not in self.left and _is_gone(process))
         return next(gone, -1)
 
@@ -85,8 +85,8 @@ class Peers:
 class Attached:
     """A DataLoader's `worker_init_fn` that makes workers exit when their rank ends for any reason (on Linux).
 
-    Ordinary workers check only every 5 seconds whether their rank exists, and keep the rank's connections and port open
-    until then.
+    Ordinary workers check only every 5 seconds whether their rank still exists. Until then, they keep the rank's
+    connections and port open.
     """
 
     then: Callable[[int], None] | None = None

@@ -24,18 +24,19 @@ COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 
 
 class Progress:
-    """The current activity of a rank. The training thread records it with only a few assignments, and the watch reads
-    it.
+    """The current activity of a rank. The training thread records this activity with only a few assignments, and the
+    watch reads it.
 
     Attributes:
-        call: the current collective call of the user's program, such as `execute_pipeline`; "" between calls.
-        number: the number of collective calls that this process has begun, of any kind; the same on every rank.
+        call: the current collective call of the user's program, such as `execute_pipeline`, or "" between calls.
+        number: the number of collective calls of any kind that this process has begun. It is the same on every rank.
         action: the current action of a step, or the purpose of a wait.
-        waits: the global ranks that this process waits for; () while it computes.
+        waits: the global ranks that this process waits for, or () while it computes.
         since: when `call`, `action` or `waits` last changed, in seconds of `time.monotonic`.
         longest: the longest time between two changes within a step so far, in seconds.
-        has_stepped: whether an optimizer's step has ended: its training step may compile, or allocate states.
-        in_flight: whether messages are in flight that will not be received if the step ends here.
+        has_stepped: whether a call of `optimizer.step` has ended. The first training step may take longer, since it may
+            compile or allocate states.
+        in_flight: whether messages are in flight that no rank would receive if the step ended now.
         history: the last actions and calls, each with its start time.
     """
 
@@ -53,7 +54,7 @@ class Progress:
         self._chunks: Sequence[int] = ()
 
     def begin(self, model: nn.Module, chunks: Sequence[int]) -> None:
-        """Set the model that runs from now on, and this process's stages of the model (`chunks`), for use in errors."""
+        """Set the model that runs from now on, and this process's stages of the model (`chunks`). Errors name them."""
         self._model, self._chunks = weakref.ref(model), chunks
 
     def start(self, action: Action | str) -> None:
@@ -155,8 +156,8 @@ def allowed(timeout: Timeout) -> float:
 
 
 def collective_of(frames: Sequence[FrameType]) -> FrameType | None:
-    """The innermost frame if it is a torch.distributed function, such as `barrier`, that waits for other ranks;
-    otherwise None."""
+    """Return the innermost frame if it is a torch.distributed function, such as `barrier`, that waits for other ranks.
+    Otherwise, return None."""
     return frames[-1] if frames and frames[-1].f_code.co_filename.endswith("/distributed_c10d.py") else None
 
 

@@ -40,8 +40,8 @@ def _unblock_sigterm() -> None:
 
 
 def _in_child() -> None:
-    """Restore the default handler of SIGTERM in a forked child: the child is not a rank, and must exit when its parent
-    terminates it. The handler of SIGUSR1 remains, since the default handler would end the child."""
+    """Restore the default handler of SIGTERM in a forked child, since the child is not a rank and must exit when its
+    parent terminates it. The handler of SIGUSR1 remains, since the default handler would end the child."""
     if isinstance(signal.getsignal(signal.SIGTERM), SignalHandler):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _unblock_sigterm()

@@ -39,7 +39,7 @@ SETTLED = 0.3  # seconds after which a wait is considered stuck, if a rank has f
 HEARD = 2 * PERIOD + SETTLED + 0.2  # seconds after which all other ranks have left a call that failed on one rank
 GRACE = 3.0  # seconds in which a call can end by itself if a rank has failed, before the watch interrupts it
 END_AFTER = 6.0  # seconds after which the watch kills the process
-SILENT = 12  # unanswered checks after which the store counts as gone, if this process waits for it or is stalled
+SILENT = 12  # unanswered checks after which the store counts as gone, if this process waits for the store or is stalled
 PATIENCE = 0.5  # seconds to wait for a report of the failed rank after a lost connection
 BEAT = 4  # checks per heartbeat to the monitor
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun for its workers
@@ -57,9 +57,9 @@ class Watch:
     all ranks. One thread of this class polls the store. If another rank has failed while this rank waits, a second
     thread aborts the process groups, and the wait raises. Errors raised in `call` are reported to the other ranks.
 
-    An error that all ranks raise in the same call (such as a batch that no rank can use) aborts nothing: each rank has
-    left the call before the watch would interrupt the rank, and the next call has another number. After any other
-    failure, the groups are aborted, and every later call raises RankError.
+    An error that all ranks raise in the same call (such as for a batch that no rank can use) aborts no groups: each
+    rank has left the call before the watch would interrupt the rank, and the next call has another number. After any
+    other failure, the groups are aborted, and every later call raises RankError.
 
     Args:
         timeout: seconds after which an action of a step, or a wait, is considered stalled, or None for no limit.
@@ -81,7 +81,7 @@ class Watch:
         self.named = named
         self.fault: Fault | None = None  # why the groups were aborted
         self._alarm = Alarm(self.rank, dist.get_world_size())
-        self._run = self._alarm.store.compare_set("run", "", f"{time.time()} {os.getpid()}").decode()  # of all ranks
+        self._run = self._alarm.store.compare_set("run", "", f"{time.time()} {os.getpid()}").decode()  # the same on all ranks
         self._roll = RollCall(self._alarm.store, self.rank, dist.get_world_size())
         self._peers = Peers(self._alarm.store, self.rank, dist.get_world_size())
         self._monitor, self._parent = monitor, os.getppid()
@@ -148,7 +148,7 @@ class Watch:
     def _explained(self, error: BaseException) -> RankError | None:
         """The error to raise instead of an error that another rank has caused, or None for this rank's own error."""
         lost, number = is_lost(error), NOW.number
-        if lost and self._failed is not None:  # this rank failed alone, and the others have aborted their waits
+        if lost and self._failed is not None:  # only this rank failed, and the other ranks have aborted their waits
             self._break(self._failed[0], error)
             return self._no_further(self._failed[0])
         own, mine = not lost and not isinstance(error, Interrupt), self._fault_of(error, lost)
@@ -170,8 +170,8 @@ class Watch:
         return RankError(self._met(fault), fault)
 
     def _met(self, fault: Fault) -> str:
-        """The text of a fault. If the faulty rank has reached the end of its program, the text names the call that is
-        missing there."""
+        """The text of a fault. If the rank at fault has reached the end of its program, the text names the call that is
+        missing in this program."""
         if fault.kind != ENDED or fault.message != THROUGH:
             return str(fault)
         return (
@@ -200,8 +200,8 @@ class Watch:
                 self._alarm.ask(lambda: self._alarm.tell(fault, NOW.present))
 
     def ended(self, error: BaseException) -> None:
-        """Report an uncaught error that ends this process. If the error is a lost connection, log which rank caused
-        it."""
+        """Report an uncaught error that ends this process. If the error is a lost connection, log why the connection
+        was lost."""
         if is_lost(error):
             until = time.monotonic() + GRACE
             while not (why := self.why()) and time.monotonic() < until:
@@ -228,7 +228,8 @@ class Watch:
         return dist.group.WORLD in (self.world, None)
 
     def why(self) -> str:
-        """For a process that receives SIGTERM, the reason why another rank ended, or "" if the reason is unknown."""
+        """The reason why another rank ended, or "" if the reason is unknown. Used if this process ends because of the
+        other rank."""
         fault = self.fault or (self._heard[0] if self._heard else None)
         if fault is not None and fault.is_asked:
             with contextlib.suppress(RuntimeError):
@@ -299,8 +300,8 @@ class Watch:
             self._monitor.beat(float("inf"))
 
     def _find_out(self) -> Fault | None:
-        """A fault that the failed process cannot report: a rank of this host was killed or is stopped, this process's
-        agent is gone, or the store does not respond. None without such a fault."""
+        """Return a fault that the failed process cannot report: a rank of this host was killed or is stopped, this
+        process's agent is gone, or the store does not respond. Return None if there is no such fault."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)
@@ -310,8 +311,8 @@ class Watch:
         return None if found is None else self._gone(*found)
 
     def _look_outside(self) -> None:
-        """Record a wait for other ranks between two calls: pipeshard's own, or one in the user's code. The frame is
-        kept alive, so that its address is not reused."""
+        """Record a wait for other ranks between two calls, in pipeshard or in the user's code. The frame is kept alive,
+        so that its address is not reused."""
         if NOW.waits and not NOW.call:
             self._outside = None, NOW.since
             return
@@ -357,7 +358,7 @@ class Watch:
 
     @property
     def interrupts(self) -> bool:
-        """Whether the training thread is still in the call or wait that is to be interrupted."""
+        """Whether the training thread is still in the call or wait that the watch must interrupt."""
         heard = self._heard
         if heard is None or heard[1] != NOW.present:
             return False
@@ -367,7 +368,7 @@ class Watch:
 
     def _end(self, fault: Fault) -> None:
         """Kill this process, which hangs in code that cannot be interrupted."""
-        if fault.is_asked and self._ticks < SILENT // 3:  # otherwise this thread could hang at the store
+        if fault.is_asked and self._ticks < SILENT // 3:  # otherwise, this thread could hang in a call to the store
             with contextlib.suppress(RuntimeError):
                 fault = self._roll.result(fault, self.named)
         self._leave_report(fault, None)

@@ -30,7 +30,7 @@ class _Process:
     Attributes:
         world: the process group whose calls are counted.
         well: the number of the last call that succeeded without a watch, or -1 if there is none.
-        interrupts: whether the watch sends the next SIGTERM.
+        interrupts: whether the watch has sent the SIGTERM that arrives next.
         pid: the id of the process that installed the hooks. Forked children inherit the hooks, but are not ranks.
         exit: a description of the program's sys.exit call, or "" if there was no such call or its status was 0.
     """
@@ -77,8 +77,8 @@ def _count_calls() -> None:
 @contextlib.contextmanager
 def constructing() -> Iterator[None]:
     """Context manager for the constructor of a plugin, which counts as a collective call. If the constructor raises a
-    PipeshardError only on this rank, the other ranks raise RankError with this error's text in their next call. The
-    error is reported here, since there may not be a watch yet."""
+    PipeshardError only on this rank, the other ranks raise RankError with this error's text in their next call. This
+    context manager reports the error itself, since there may not be a watch yet."""
     _count_calls()
     with calling("PipelinePlugin"):
         try:
@@ -94,8 +94,8 @@ def constructing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[bool]:
-    """Context manager for a collective call of the user's program. Yields whether the call counts: a call inside
-    another call, on a rank of a local world, or before this world's first plugin does not.
+    """Context manager for a collective call of the user's program. Yields whether the call counts. A call inside
+    another call, on a rank of a local world, or before this world's first plugin does not count.
 
     With a watch, raises RankError instead of an error that another rank's failure caused.
     """
@@ -125,10 +125,10 @@ def named(rank: int) -> str:
 
 
 def _hook() -> None:
-    """Start the monitor, and install hooks that report errors and exits between two calls. Called once per process."""
+    """Start the monitor, and install hooks that report errors and exits between two calls. Call it once per process."""
     _here.pid, _here.monitor = os.getpid(), Monitor()
     if not faulthandler.is_enabled():
-        faulthandler.enable(2)  # prints the stacks at the monitor's SIGABRT
+        faulthandler.enable(2)  # prints the stacks on the monitor's SIGABRT
     before, leave = sys.excepthook, sys.exit
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -158,8 +158,8 @@ def _hook() -> None:
 
 
 def _await_threads() -> None:
-    """Wait, at most ANSWERED seconds, for threads that still wait for a slow store. If their C++ code returned during
-    Python's finalization, it would abort the process, although the program has succeeded."""
+    """Wait, at most ANSWERED seconds, for threads that still wait for a slow store. If the C++ code of these threads
+    returned during Python's finalization, it would abort the process, although the program has succeeded."""
     until = time.monotonic() + ANSWERED
     for thread in threading.enumerate():
         if thread.name.startswith("pipeshard-"):
@@ -178,7 +178,7 @@ def _on_sigterm(number: int, frame: Any) -> None:
         _here.interrupts = False
         if _here.watch is not None and _here.watch.fault is not None and _here.watch.interrupts:
             raise Interrupt(str(_here.watch.fault) if NOW.call else _here.watch.why(), _here.watch.fault)
-        return  # meanwhile, the call has ended by itself
+        return  # the call has ended by itself in the meantime
     if _here.watch is not None and (why := _here.watch.why()):  # torchrun terminates the remaining ranks
         logger.error("ended by SIGTERM, because %s", why)
     _leaving("by SIGTERM")
