@@ -55,7 +55,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def of_first(make: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Call `make` on the first rank of `group`, and return its result on every rank. If it fails, every rank raises
+    """Call `make` on the first rank of `group`, and return the result on every rank. If `make` fails, every rank raises
     CheckpointError."""
     made: Any = None
     with together(group):

@@ -148,9 +148,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
     Every rank checks the names and shapes of the full model before it changes any tensor, so all ranks raise the same
     CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise the error only with
-    `strict`. With `draw_missing`, `strict` has no effect: missing weights are initialized as with the plugin's
-    `init_weights`, with a warning. Also with `draw_missing`, a model with adapters loads a checkpoint of its base
-    model.
+    `strict`. With `draw_missing`, a model with adapters loads a checkpoint of its base model, and `strict` has no
+    effect: missing weights are initialized as with the plugin's `init_weights`, with a warning.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -179,7 +178,7 @@ def refuse_ignored_adapters(model: nn.Module, folder: Path) -> None:
     if (folder / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
             f"{folder} contains adapters ({ADAPTER_CONFIG}), which transformers' from_pretrained applies, but this "
-            f"{type(model).__name__} has none: call booster.enable_lora(model, pretrained_dir={str(folder)!r}) "
+            f"{type(model).__name__} has no adapters: call booster.enable_lora(model, pretrained_dir={str(folder)!r}) "
             "before boost, or remove the adapters from the folder"
         )
 
@@ -328,7 +327,7 @@ class _Plan:
                         f"{self.source.path} has different values for {names}, which the config of "
                         f"{type(self.model).__name__} ties: create the model with tie_word_embeddings=False "
                         "(PipelinePlugin.from_pretrained(cls, folder, tie_word_embeddings=False)), or remove one of "
-                        "them from the checkpoint"
+                        "the two from the checkpoint"
                     )
 
     def _stored(self, piece: Piece, first: str) -> "Tensor | StoredRows":
@@ -440,7 +439,8 @@ def _is_equal(one: Tensor | StoredRows, other: Tensor | StoredRows) -> bool:
 
 
 def _draw(boosted: PipelineModel, plan: _Plan) -> None:
-    """Initialize the weights without values that the checkpoint lacks, and warn about missing and unused names."""
+    """Initialize the weights that have no values yet and that the checkpoint lacks. Warn about missing and unused
+    names."""
     pipeline, model = boosted.pipeline, boosted.unwrap()
     lost = [name for name in plan.missing if pipeline.blank.intersection(plan.targets[name])]
     pipeline.draw([full for name in lost for full in plan.targets[name]])

@@ -118,7 +118,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     if unnamed := [key for key in (*shared, *extra) if not isinstance(key, str)]:
         raise CheckpointError(
             f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in the optimizer's groups. A "
-            "checkpoint can contain only states of parameters, and states whose key is a string: use such a key"
+            "checkpoint can contain only states of parameters, and states with string keys: use a string as the key"
         )
     for name, values in states.items():
         if weights[name].master.dtype != weights[name].parameter.dtype:

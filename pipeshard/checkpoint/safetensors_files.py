@@ -198,8 +198,8 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of a checkpoint's first floating-point tensor, or None if there is no such tensor. transformers uses
-    this dtype if the config specifies none. Raises CheckpointError for files that cannot be read."""
+    """The dtype of a checkpoint's first floating-point tensor, or None if no such tensor exists. transformers uses this
+    dtype if the config specifies none. Raises CheckpointError for files that cannot be read."""
     if not any((folder / name).exists() for name in FILES):
         return None
     first = files_of(folder)[0][0]

@@ -153,7 +153,7 @@ def lock(parent: Path, owner: Any, patience: float = 0.0) -> None:
     """Lock `parent`, so that no other process saves into it, until every owner of the lock is freed. Raises
     CheckpointError if another process holds the lock and, on NFS, does not release it within `patience` seconds.
 
-    On a file system without locks, other processes are not stopped.
+    On a file system without locks, other processes can still save into `parent`.
     """
     parent.mkdir(parents=True, exist_ok=True)
     key = str(parent.resolve())

@@ -400,7 +400,7 @@ def _incomplete(parent: Path) -> list[tuple[Path, str]]:
 
 def _choose(parent: Path, step: int | None) -> list[int]:
     """The complete steps to try, newest first: all complete steps or, if given, only `step`. Raises CheckpointError if
-    there is no such step."""
+    no such step exists."""
     steps = sorted(_saved_steps(parent), reverse=True)
     if step is None and steps:
         return steps

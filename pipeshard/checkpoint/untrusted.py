@@ -257,8 +257,8 @@ def _refuse_bombs(file: IO[bytes]) -> None:
     """Raise ValueError for pickles that could exhaust the memory or never finish.
 
     A few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never finishes, in C code that
-    cannot be interrupted. `torch.save` of plain values uses neither. Compressed data may have any size after
-    decompression. It is also refused, since `torch.save` never compresses.
+    cannot be interrupted. `torch.save` of plain values uses neither. Compressed data is also refused: it may have any
+    size after decompression, and `torch.save` never compresses.
     """
     size = file.seek(0, os.SEEK_END)
     if zipfile.is_zipfile(file):

@@ -240,9 +240,9 @@ class Grid:
         replica: this rank's index on the axis DP.
         stage: this rank's index on the axis PP.
         slice: this rank's index on the axis TP.
-        replicas: the group of the ranks whose index differs from this rank's only on the axis DP.
-        stages: the group of the ranks whose index differs only on the axis PP: this rank's pipeline.
-        slices: the group of the ranks whose index differs only on the axis TP.
+        replicas: the group of the ranks that differ from this rank only on the axis DP.
+        stages: the group of the ranks that differ from this rank only on the axis PP, which is this rank's pipeline.
+        slices: the group of the ranks that differ from this rank only on the axis TP.
         world: the group of all ranks.
         device: the device on which this process computes.
 
@@ -394,8 +394,8 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
 
 
 def own_device() -> torch.device:
-    """Return the device on which this process computes: a GPU, which becomes the current device, or the CPU if there is
-    no GPU."""
+    """Return the device on which this process computes: a GPU, which becomes the current device, or the CPU if no GPU
+    is available."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=...)

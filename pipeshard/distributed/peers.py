@@ -57,8 +57,8 @@ class Peers:
         self._sure = self._suspect >= 0
 
     def look(self, silent: int = 0) -> tuple[int, str] | None:
-        """Return a rank that was killed or is stopped, with a message about the rank's state, or None if there is no
-        such rank. `silent` is the number of consecutive checks to which the store has not responded. A rank counts as
+        """Return a rank that was killed or is stopped, with a message about the rank's state, or None if no such rank
+        exists. `silent` is the number of consecutive checks to which the store has not responded. A rank counts as
         killed only if it has not signed off in the store, or if the store does not respond."""
         self._looks += 1
         if self._looks % EVERY == 0:
@@ -75,8 +75,8 @@ class Peers:
         return None
 
     def killed(self) -> int:
-        """Return a rank of this host whose process no longer exists, although the rank has not signed off, or -1 if
-        there is no such rank."""
+        """Return a rank of this host whose process no longer exists, although the rank has not signed off, or -1 if no
+        such rank exists."""
         gone = (rank for rank, process in self._processes.items() if rank not in self.left and _is_gone(process))
         return next(gone, -1)
 

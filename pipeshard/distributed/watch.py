@@ -1,4 +1,4 @@
-"""Watch: threads that supervise this process's calls, so that a failure on one rank stops all ranks with its cause."""
+"""Watch: threads that supervise this process's calls, so that all ranks stop, with the cause, if one rank fails."""
 
 import contextlib
 import logging
@@ -63,8 +63,8 @@ class Watch:
 
     Args:
         timeout: seconds after which an action of a step, or a wait, is considered stalled, or None for no limit.
-            "adaptive": 20 times the longest action so far, but at least 30 seconds, or 600 seconds until
-            `optimizer.step()` has completed once. A mapping has separate limits for actions of a "step", for "other"
+            "adaptive" means 20 times the longest action so far, but at least 30 seconds (600 seconds until
+            `optimizer.step()` has completed once). A mapping has separate limits for actions of a "step", for "other"
             calls (a save, a load, a boost), and for waits of the user's own code "between" calls.
         named: returns the name of a rank in errors, such as `rank 2 (stage 2)`.
         well: the number of the last call that succeeded before the watch started, or -1 if there is none.
@@ -81,7 +81,7 @@ class Watch:
         self.named = named
         self.fault: Fault | None = None  # why the groups were aborted
         self._alarm = Alarm(self.rank, dist.get_world_size())
-        self._run = self._alarm.store.compare_set("run", "", f"{time.time()} {os.getpid()}").decode()  # the same on all ranks
+        self._run = self._alarm.store.compare_set("run", "", f"{time.time()} {os.getpid()}").decode()  # of all ranks
         self._roll = RollCall(self._alarm.store, self.rank, dist.get_world_size())
         self._peers = Peers(self._alarm.store, self.rank, dist.get_world_size())
         self._monitor, self._parent = monitor, os.getppid()
@@ -301,7 +301,7 @@ class Watch:
 
     def _find_out(self) -> Fault | None:
         """Return a fault that the failed process cannot report: a rank of this host was killed or is stopped, this
-        process's agent is gone, or the store does not respond. Return None if there is no such fault."""
+        process's agent is gone, or the store does not respond. Return None if no such fault is found."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)
@@ -341,7 +341,7 @@ class Watch:
             self._heard = fault, number, time.monotonic()
 
     def _press(self) -> None:
-        """If another rank has failed in the current call: abort this rank's waits, then interrupt its training thread,
+        """If another rank has failed in the current call, abort this rank's waits, then interrupt its training thread,
         then kill the process."""
         heard = self._heard
         if heard is None or not self.interrupts:
