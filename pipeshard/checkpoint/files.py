@@ -199,7 +199,7 @@ def _written_folder(
 
 
 def existing(target: Path) -> Path:
-    """Return `target` or, if a save was killed after it renamed `target` away, the hidden previous folder."""
+    """Return `target` or, if a save was killed between its two renames, the hidden previous folder."""
     old = hidden(_without_links(target), "old")
     return old if old.exists() and not target.exists() else target
 

@@ -150,8 +150,8 @@ class PipelineCheckpointIO:
     @contextmanager
     def _leading(self, boosted: PipelineModel, merge: bool = False) -> Iterator[tuple[bool, dict[str, Tensor]]]:
         """Context manager that yields whether this rank writes (only ranks in the first replica and slice write), and
-        the tensors that its stage saves. With `merge`, the adapters are merged into copies of these tensors. If one
-        rank fails, all ranks raise CheckpointError: on entry if computing the tensors failed, otherwise on exit."""
+        the tensors that its stage saves (with `merge`, copies into which the adapters are merged). If one rank fails,
+        all ranks raise CheckpointError: on entry if computing the tensors failed, otherwise on exit."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = merged(boosted.unwrap(), owned(boosted)) if merge else owned(boosted)

@@ -358,7 +358,7 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[Sta
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     """Load the optimizer's state from a file or folder that `save_optimizer` wrote. The number of stages may differ.
 
-    Raises CheckpointError, on every rank and before the optimizer changes, for any other file or folder, and for a
+    Raises CheckpointError, on every rank and before changing anything, for any other file or folder, and for a
     checkpoint with different parameters, shapes or groups.
     """
     boosted = boosted_optimizer(optimizer)

@@ -35,8 +35,8 @@ def plain_state(part: Any) -> Any:
 
 
 def own_position(dataloader: Any, grid: Grid) -> Any:
-    """The state of this rank's dataloader, or None on ranks that do not save the position. All stages of a replica have
-    the same position, so only the first stage saves it. If the dataloader divides the data among the replicas, all
+    """The state of this rank's dataloader, or None on ranks that do not save the position. All ranks of a replica have
+    the same position, so only one of them saves it. If the dataloader divides the data among the replicas, all
     ranks have the same position, and only rank 0 saves it."""
     is_common = getattr(dataloader, "shared_by", 1) == grid.dp_size
     is_saved = grid.first if is_common else grid.stage == grid.slice == 0

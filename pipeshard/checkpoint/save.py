@@ -63,8 +63,8 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
             has = f"layout {value.layout}" if value.layout != torch.strided else f"dtype {value.dtype}"
             raise CheckpointError(
                 f"{name} of this {type(module).__name__} has the {has}, which the safetensors files that stages write "
-                "do not support: use a dense tensor of another dtype, or, if this is a buffer, register the buffer "
-                "with persistent=False"
+                "do not support: use a dense tensor of another dtype, or, for a buffer, register it with "
+                "persistent=False"
             )
     held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
     own = {first: saved[first] for first in sorted(held)}

@@ -1,4 +1,4 @@
-"""State folder: writing, checking and locking the files of a training state on disk.
+"""State folder: writing and checking the files of a training state, and locking their folder.
 
 A folder is complete if it contains a manifest, and every file has the size that the manifest lists. To detect flipped
 bits and files of other steps, the manifest also contains the SHA-256 of each file, in the format of `sha256sum`. Each

@@ -115,8 +115,7 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
 
 
 def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
-    """The memo for `deepcopy`, which maps the ids of objects that `deepcopy` must not copy to the objects'
-    replacements."""
+    """The memo for `deepcopy`: replacements for the objects that `deepcopy` must not copy, by id."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():  # a ghost's copy has the ghost's full shape; ties stay tied
         empty = torch.empty(parameter.shape, dtype=computed_in(parameter), device=device)

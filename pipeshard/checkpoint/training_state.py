@@ -78,8 +78,8 @@ def save_training_state(
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
     the loss scale, the random states of all ranks and the position in the data. If there are several models (the two of
-    a GAN, or an average of the weights), optimizers or LR schedulers, pass them as a list. The folder then also
-    contains `model-1`, `model-2` and so on. At every moment, each step is either complete or does not exist. When this
+    a GAN, or an average of the weights), optimizers or LR schedulers, pass them as a list. The other models are
+    then in `model-1`, `model-2` and so on. At every moment, each step is either complete or does not exist. When this
     step is complete, all complete steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
