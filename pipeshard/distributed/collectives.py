@@ -164,7 +164,7 @@ def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def share_in_turn(value: Any, *groups: dist.ProcessGroup) -> Any:
-    """Broadcast a value from the first rank of each group, one group after the other, and return the received value."""
+    """Broadcast a value from the first rank of each group, one group after the other, and return the value."""
     for group in groups:
         value = share_value(value, ranks_of(group)[0], group) if group.size() > 1 else value
     return value
