@@ -1,8 +1,8 @@
 """Mixed precision: 16-bit parameters or operators, with fp32 master weights and gradients.
 
 torch.autocast casts per operator and keeps fp32 parameters, which need twice the memory and bandwidth of 16-bit
-parameters. Here, a stage's parameters are cast as `from_pretrained(dtype=...)` would cast them: parameters that an
-architecture keeps in fp32 stay in fp32. Optimizers update fp32 copies of the trained 16-bit parameters
+parameters. pipeshard instead casts a stage's parameters as `from_pretrained(dtype=...)` would cast them. Parameters
+that an architecture keeps in fp32 stay in fp32. Optimizers update fp32 copies of the trained 16-bit parameters
 (`MasterWeight.master`). Autocast is available as an option.
 """
 
@@ -62,15 +62,15 @@ def copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def computed_in(tensor: Tensor) -> torch.dtype:
-    """The dtype in which the model computes with a parameter or buffer. FSDP casts a parameter when it gathers the
-    shards."""
+    """The dtype in which the model computes with a parameter or buffer. FSDP shards may have another dtype, since FSDP
+    casts the shards when it gathers the parameter."""
     dtype: torch.dtype = getattr(tensor, "pipeshard_dtype", tensor.dtype)
     return dtype
 
 
 def filled_like(loss: Tensor, value: float) -> Tensor:
-    """A gradient for `loss`, filled with `value`. In fp16, values above 65504 become inf, so that the step is skipped.
-    On CUDA, torch.full_like raises RuntimeError for such a value."""
+    """A gradient for `loss`, filled with `value`. In fp16, values above 65504 become inf, and the step is then skipped.
+    torch.full_like itself would raise RuntimeError for such a value on CUDA."""
     return torch.full_like(loss, value, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
 
@@ -85,7 +85,7 @@ class MasterWeight:
         owner: with ZeRO, the replica that updates the parameter for all replicas (only this replica has the fp32 master
         weight); otherwise None.
         noted: the states of the parameter and of `master`, by id, when they were last equal (see WeightCopies).
-        shared: the states of both after they were last sent to the other replicas.
+        shared: the states of both tensors after they were last sent to the other replicas.
         is_due: whether a write was copied between the parameter and `master`, but not yet sent to the other replicas.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
@@ -111,11 +111,11 @@ class MasterWeight:
         if isinstance(parameter, DTensor):
             for tensor in (parameter,) if self.is_double else (parameter, self.master):
                 vars(tensor)[SHARD_OF] = name
-        if lowered:  # accumulate gradients in the precision of the values, even if unfrozen later
+        if lowered:  # accumulate gradients in fp32, even if the parameter is unfrozen later
             parameter.grad_dtype = self.master.grad_dtype = torch.float32
 
     def _like(self, value: Tensor, requires_grad: bool = True) -> nn.Parameter:
-        """A parameter with this value, and with the attributes that the user has set on the model's parameter: an
+        """Return a parameter with this value and the attributes that the user has set on the model's parameter. An
         optimizer may read these attributes."""
         made = nn.Parameter(value, requires_grad)
         copy_attributes(self.parameter, made)
@@ -123,8 +123,8 @@ class MasterWeight:
 
     @property
     def is_double(self) -> bool:
-        """Whether `master` is in separate memory: the optimizer then updates `master`, and the model computes with the
-        parameter."""
+        """Whether `master` has its own memory. If it has, the optimizer updates `master`, and the model computes with
+        the parameter."""
         return self.master.dtype != self.parameter.dtype
 
     @property
@@ -138,8 +138,8 @@ class MasterWeight:
         whether they are now equal. Raises UsageError if the loop has written different values to both.
 
         A write to `master` is always copied to the parameter. If `adopts`, a write to the parameter is copied to
-        `master`, except elements that equal `master` rounded to the parameter's dtype. So `master` keeps its precision
-        if a loop replaces and then restores the values of a 16-bit parameter.
+        `master`, except for elements that equal `master` rounded to the parameter's dtype. `master` therefore keeps its
+        precision if a loop replaces and then restores the values of a 16-bit parameter.
         """
         if self.is_double and is_written:
             value = local(self.parameter).to(self.master.device)
@@ -164,8 +164,8 @@ class MasterWeight:
         return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:
-        """Create `master` from the parameter's values. No precision is lost, since the parameter was frozen, or in no
-        optimizer, until now."""
+        """Create `master` from the parameter's values. No precision is lost, since until now the parameter was frozen,
+        or no optimizer contained the parameter."""
         self.master, self.plain = self._like(local(self.parameter.detach()).float()), False
         self._lent = None
 
@@ -180,7 +180,8 @@ class MasterWeight:
             self._lent = self.master.grad
 
     def lend_gradient(self) -> None:
-        """Assign the parameter's gradient to `master` as well, so that a loop may change it on either tensor."""
+        """Assign the parameter's gradient to `master` as well, so that a loop can change the gradient on either
+        tensor."""
         if self.master is not self.parameter:
             self.master.requires_grad_(self.parameter.requires_grad)
             self.master.grad = self._lent = local_grad(self.parameter)
@@ -198,10 +199,10 @@ class MasterWeight:
 
     @torch.no_grad()
     def load(self, value: Tensor) -> bool | None:
-        """Load this rank's shard of the full tensor `value` of a checkpoint. If the current fp32 master weight rounds
-        to this shard, the master weight is kept: it may have been loaded with the checkpoint's optimizer state. Returns
-        whether the fp32 master weight was kept. Returns None if there is nothing to compare: the model computes in the
-        dtype of `master`, or the checkpoint contains fp32 values (a save with fsdp)."""
+        """Load this rank's shard of the full tensor `value` of a checkpoint. The current fp32 master weight is kept if
+        it rounds to this shard, since it may have been loaded with the checkpoint's optimizer state. Returns whether
+        the fp32 master weight was kept. Returns None if there is nothing to compare, because the model computes in the
+        dtype of `master`, or because the checkpoint contains fp32 values (saved with fsdp)."""
         part = slice_like(value, self.parameter).to(self.master.device)
         is_kept = None
         if self.is_precise and part.dtype is computed_in(self.parameter):
@@ -211,8 +212,8 @@ class MasterWeight:
 
     @torch.no_grad()
     def differs(self, value: Tensor) -> bool:
-        """Whether this weight was loaded, and `value`, this rank's shard of an fp32 master weight, does not round to
-        the loaded weight."""
+        """Whether this weight was loaded, but `value` does not round to the loaded weight. `value` is this rank's shard
+        of an fp32 master weight."""
         if self.loaded_as is None:
             return False
         loaded = local(self.parameter).to(computed_in(self.parameter))
@@ -223,7 +224,7 @@ class MasterWeight:
         self.set_part(self.master.detach().to(computed_in(self.parameter)))
 
     def blank(self) -> None:
-        """Fill an fp32 master weight that is not loaded yet with NaN: its memory may contain values of an earlier
+        """Fill the fp32 master weight with NaN until it is loaded, since its memory may contain values of an earlier
         model."""
         if self.is_precise:
             self.master.data.fill_(math.nan)
@@ -266,8 +267,8 @@ def casts_have_graphs() -> bool:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`tensor` in a 16-bit dtype. Finite values beyond the dtype's range become its smallest or largest value: if an
-    additive mask contained -inf instead, the softmax of a fully masked row would be NaN."""
+    """Cast `tensor` to a 16-bit dtype. Finite values beyond the dtype's range become its smallest or largest finite
+    value. If they became -inf in an additive mask, the softmax of a fully masked row would be NaN."""
     assert dtype is not None
     low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
     return torch.where(tensor.isfinite(), tensor.clamp(low, high), tensor).to(dtype)
@@ -301,8 +302,8 @@ class Precision:
 
     @contextmanager
     def sharing_casts(self, flows: Collection[Dataflow]) -> Iterator[None]:
-        """Context manager for a step's actions: all forwards share one autocast copy of each parameter, instead of one
-        copy for each microbatch in flight, if `shares_casts`."""
+        """Context manager for a step's actions. If `shares_casts(flows)`, all forwards share one autocast copy of each
+        parameter, instead of one copy for each microbatch in flight."""
         if not self.shares_casts(flows):
             yield
             return
@@ -332,8 +333,8 @@ class Precision:
                 vars(tensor).pop("pipeshard_values", None)
 
     def lower(self, tensors: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Cast these tensors, a subset of `lowered`, permanently. Returns the fp32 values of each trained parameter
-        among these tensors."""
+        """Permanently cast `tensors`, a subset of `lowered`. Returns the fp32 values of each trained parameter among
+        these tensors."""
         full: dict[nn.Parameter, Tensor] = {}
         for tensor in tensors:
             if isinstance(tensor, Ghost):

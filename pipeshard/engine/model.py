@@ -1,4 +1,4 @@
-"""PipelineModel: the boosted model that the user works with, either one stage or the full model."""
+"""PipelineModel: the boosted model that the user works with, which holds this rank's stages or the full model."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -29,7 +29,7 @@ class Whole:
 
     Attributes:
         adding: while `backward` is running, the Wholes whose models accumulate gradients, in the same order on all
-            replicas. The first is the one whose `backward` was called; its loss scale applies to all.
+            replicas. `backward` was called on the first of them, whose loss scale applies to all.
     """
 
     adding: ClassVar[list["Whole"]] = []
@@ -102,7 +102,7 @@ class Whole:
         self.pipeline.sync.begin()
 
     def _reached(self, _: Tensor) -> None:
-        """Called before the backward of this model, with the gradient of an output."""
+        """Hook on the model's outputs, which autograd calls before this model's backward."""
         pipeline = self.pipeline
         is_alone = pipeline.grid.dp_size == 1 and pipeline.scaling is None
         if not (Whole.adding or is_alone) and accumulates(pipeline.model.parameters()):
@@ -115,8 +115,8 @@ class Whole:
 
 
 def accumulates(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the running backward pass adds to the gradient of one of these parameters. `torch.autograd.grad` only
-    returns gradients. Call it in a hook of a tensor."""
+    """Whether the running backward pass adds to `.grad` of one of these parameters, which `torch.autograd.grad` does
+    not. Call this function in a tensor hook."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         with suppress(RuntimeError):  # autograd.grad with respect to this parameter
@@ -194,7 +194,7 @@ class PipelineModel(nn.Module):
         guard(module)
         layers = list(module.modules())
         refused = NEED_ALL if self.whole is None else {}
-        # On several ranks, nothing can be merged, and the usual advice, to_sequential, refuses any quantized model.
+        # On several ranks, adapters cannot be merged, and the usual remedy, to_sequential, refuses quantized models.
         merged = layers if self.whole is None else [getattr(layer, "base_layer", None) for layer in layers]
         if any(isinstance(layer, Packed) for layer in merged):
             refused = refused | dict.fromkeys(INTO_WEIGHTS, UNWRITTEN)
@@ -204,7 +204,7 @@ class PipelineModel(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's training mode. It is changed by train() and eval(), but not by boost."""
+        """The model's training mode, which train() and eval() change, but boost does not."""
         module = self._modules.get("module")
         return module is None or module.training
 
@@ -243,7 +243,7 @@ class PipelineModel(nn.Module):
         delattr(self.module, name)
 
     def __getattr__(self, name: str) -> Any:
-        """The model's attributes: its config, `generate`, `gradient_checkpointing_enable`, ..."""
+        """Return an attribute of the model, such as its config, `generate` or `gradient_checkpointing_enable`."""
         if name in ASKED_BY:
             raise UsageError(
                 f"{ASKED_BY[name]} would wrap a boosted model, but the booster already manages the model's replicas, "
@@ -258,8 +258,8 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including gradients accumulated under `no_sync`. With fsdp, gradients
-        accumulated under `no_sync` are not in `.grad` yet."""
+        """Clear the gradients, including gradients accumulated under `no_sync`, which with fsdp are not in `.grad`
+        yet."""
         self.pipeline.sync.reset(self.pipeline.held_parameters().keys())
         self.pipeline.gradients.updates.cleared(None, set_to_none)
         self.module.zero_grad(set_to_none)

@@ -1,8 +1,8 @@
-"""Norm guard: raises UsageError if torch clips, or computes a norm of, incomplete, sharded or scaled gradients.
+"""Norm guard: raises UsageError if torch clips incomplete, sharded or scaled gradients, or computes their norm.
 
-`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. While a boosted model is alive, the
-guard patches the functions in place, so it also works if a loop, a hook or a library has already imported them. A
-single tensor, or some of a stage's parameters, can be clipped as usual.
+`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of only this stage. While a boosted model is alive,
+the guard patches torch's functions in place, so it also works if a loop, a hook or a library has already imported the
+functions. A single tensor, or some of a stage's parameters, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,10 +86,10 @@ class NormGuard(Guard):
                 raise UsageError(f"{SCALED.format('clip_grad_value_')} {remedy}")
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
-        """Raise UsageError if `held` is incomplete because of the split: `held` contains all of this rank's parameters
-        with gradients in the model or in an optimizer group, but no parameter that another stage holds or another
-        replica updates. A single tensor is never incomplete, but a list of one parameter may be this rank's part of a
-        group. Also raise UsageError if the gradients are shards or are multiplied by the loss scale."""
+        """Raise UsageError if `held` is incomplete because of the split, or if the gradients are shards or are
+        multiplied by the loss scale. `held` is incomplete if it contains all of this rank's parameters with gradients
+        in the model or in an optimizer group, but no parameter that another stage holds or another replica updates. A
+        single tensor is never incomplete, but a list of one parameter may be this rank's part of a group."""
         if held and gradients.is_scaled:
             raise UsageError(f"{SCALED.format(function)} {gradients.remedy}")
         if held and (shard := gradients.shard_of(held)):

@@ -1,7 +1,7 @@
 """Offload: keeps a stage's activations in host memory between a forward and its backward.
 
 torch's saved-tensor hooks receive every tensor that autograd saves. Offload copies the tensor's storage to the host,
-once for all of its views. The storage is copied back for the next backward while another action computes.
+once for all of its views. While another action computes, Offload copies the storage back for the next backward.
 """
 
 import weakref
@@ -64,7 +64,7 @@ def transfer_of(device: torch.device) -> CudaTransfer | None:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether a device has separate memory, other than the host's."""
+    """Whether a device has its own memory, separate from the host's."""
     return device.type == "cuda"
 
 
@@ -130,17 +130,17 @@ class Seen:
 class Offload:
     """Offloads the activations of a rank's stages, except the activations of the running action and of the next B or W.
 
-    Not offloaded: weights and buffers, casts of weights that microbatches share, small tensors, tensors on other
-    devices, sparse tensors, tensor subclasses other than DTensor, lazily conjugated or negated tensors, and storages
-    that another microbatch or stage has already saved (copying would not free these storages).
+    The following are not offloaded: weights and buffers, casts of weights that microbatches share, small tensors,
+    tensors on other devices, sparse tensors, tensor subclasses other than DTensor, lazily conjugated or negated
+    tensors, and storages that another microbatch or stage has already saved (copying would not free these storages).
     """
 
     def __init__(self, transfer: CudaTransfer, device: torch.device) -> None:
         self.transfer, self.device = transfer, device
 
     def begin(self, actions: Sequence[Action], held: Iterable[Tensor], shares_casts: bool = False) -> None:
-        """Prepare a training step that runs `actions`; `held` are the weights and buffers, which are not offloaded.
-        With `shares_casts`, autocast keeps its casts of weights until the end of the step."""
+        """Prepare a training step that runs `actions`. The weights and buffers in `held` are not offloaded. With
+        `shares_casts`, autocast keeps its casts of weights until the end of the step."""
         self._residences, self._shares_casts = residences(actions), shares_casts
         self._held = {local(tensor.detach()).untyped_storage()._cdata for tensor in held}
         self._seen: dict[int, Seen] = {}
@@ -200,8 +200,8 @@ class Offload:
         return SavedTensor(tensor, None if is_shared else self._block(holding, local(tensor)))
 
     def _is_shared_cast(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the first cast of a weight in this step. Later casts are the same tensor, from autocast's
-        cache, or the forward's own, which the cache does not keep."""
+        """Whether a tensor is the first cast of a weight in this step, which autocast's cache returns to later
+        forwards. The cache does not keep any other cast of the weight, which belongs to one forward."""
         if (weight := cast_weight(tensor)) is None:
             return False
         storage = StorageWeakRef(local(tensor).untyped_storage())
@@ -227,7 +227,7 @@ class Offload:
 
 
 def cast_weight(tensor: Tensor) -> nn.Parameter | None:
-    """The nn.Parameter of which a tensor, or the tensor of which it is a view, is a cast to another dtype, or None."""
+    """Return the nn.Parameter from which a tensor (or, for a view, its base) was cast to another dtype, or None."""
     node = (tensor if tensor._base is None else tensor._base).grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None

@@ -1,10 +1,10 @@
-"""Pipeline optimizer: the user's optimizer for this rank's parameters; with ZeRO, replicas shard its state.
+"""Pipeline optimizer: the user's optimizer for this rank's parameters. With ZeRO, replicas shard its state.
 
 PipelineOptimizer wraps the user's optimizer object, since LR schedulers reference this object, and any subclass of
 torch.optim.Optimizer must work. PipelineOptimizer replaces the parameters in the groups with this rank's master
-weights. With ZeRO, one replica of each stage owns a weight (engine/zero.py): this replica keeps the optimizer state,
-and broadcasts the updated values to the other replicas. torch's ZeroRedundancyOptimizer would create new optimizers for
-a single process group.
+weights. With ZeRO, one of a stage's replicas owns each weight (engine/zero.py). The owner keeps the optimizer state,
+and broadcasts the updated values to the other replicas. torch's ZeroRedundancyOptimizer is not used, since it creates
+new optimizers, and only for a single process group.
 """
 
 import weakref
@@ -40,7 +40,7 @@ from pipeshard.private import global_step_pre_hooks
 MODES = "train", "eval"  # methods of schedule-free optimizers that write other values to the weights
 OF_RANK = "parameters_of_rank"  # key in a state dict: for each group, the names of the parameters that a rank updates
 
-# For each inner optimizer, the PipelineOptimizer that wrapped it last: a cell of a notebook may boost it again.
+# For each inner optimizer, the newest PipelineOptimizer that wraps it, since a notebook cell may boost it again.
 _newest: weakref.WeakKeyDictionary[Optimizer, "weakref.ref[PipelineOptimizer]"] = weakref.WeakKeyDictionary()
 
 
@@ -84,9 +84,9 @@ class PipelineOptimizer(Optimizer):
         self.copies = WeightCopies(self.weights, self.grid)
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
-        self._count = 0  # number of its steps
-        self._is_resumed = False  # whether it had states before its first step
-        self._depth = 0  # number of its nested calls whose pre-hooks have run, but whose post-hooks have not
+        self._count = 0  # number of steps of the inner optimizer
+        self._is_resumed = False  # whether the inner optimizer had states before its first step
+        self._depth = 0  # number of nested step calls whose pre-hooks have run, but whose post-hooks have not
         self._is_updated = False  # whether the parameters have the values of the current step
         give_hooks(optim)
         self._last_hook = optim.register_step_pre_hook(weak(self._before_update))
@@ -105,7 +105,8 @@ class PipelineOptimizer(Optimizer):
         return self._sharing(value) if name in MODES and self.zero and callable(value) else value
 
     def _sharing(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that calls `method` and sends the written weights to the other replicas. Call it on every rank."""
+        """Return a function that calls `method` and sends the written weights to the other replicas. Every rank must
+        call this function."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.gradients.coupling.paused(), together_in(f"optimizer.{method.__name__}"):
@@ -167,7 +168,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise UsageError: an enabled torch.amp.GradScaler reads this attribute before it accesses scaled
+        """Raise UsageError. An enabled torch.amp.GradScaler reads this attribute before it accesses scaled
         gradients."""
         raise UsageError(
             "GradScaler.step(optimizer) got a boosted optimizer, whose gradients GradScaler has not scaled: remove "
@@ -179,8 +180,8 @@ class PipelineOptimizer(Optimizer):
         return self.optim
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of `optim`, which contains only the state of the tensors that this rank updates, and
-        the names of these tensors."""
+        """Return the state dict of `optim`, with the names of the tensors that this rank updates. It contains the state
+        of only these tensors."""
         return {**self.optim.state_dict(), OF_RANK: self._names_of_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -279,9 +280,9 @@ class PipelineOptimizer(Optimizer):
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def gather_groups(self) -> None:
-        """Add to `given` the names that other ranks passed: if a loop selects parameters of a boosted model by
-        `requires_grad`, each rank passes only its own. Groups with the same index are one group if their options are
-        the same. Call it on all ranks."""
+        """Add to `given` the names that other ranks passed. If a loop selects parameters of a boosted model by
+        `requires_grad`, each rank passes only its own parameters. Groups with the same index are one group if their
+        options are the same. Call it on all ranks."""
         groups = zip(self.optim.param_groups, self.given, self.options)
         own = [(options_of(group, keys), sorted(names)) for group, names, keys in groups]
         of_ranks = gather_objects(own, self.grid.world)
@@ -301,7 +302,7 @@ class PipelineOptimizer(Optimizer):
 
     def _fresh(self) -> dict[Tensor, str]:
         """Return the parameters, with their names, that were added to the groups since the last `_narrow`. Raises
-        ConfigurationError for a parameter that is not in the model, and UsageError if it is from an earlier boost."""
+        ConfigurationError for a parameter that is not in the model, and UsageError for one from an earlier boost."""
         names: dict[Tensor, str] = {}
         for k, group in enumerate(self.optim.param_groups):
             for parameter in group["params"]:
@@ -336,7 +337,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _shares(self) -> bool:
-        """Whether a step does more than the inner optimizer's step: it clips, unscales or shares updates."""
+        """Whether a step clips or unscales gradients, or shares updates, in addition to the inner optimizer's step."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
     @property
@@ -363,7 +364,7 @@ class PipelineOptimizer(Optimizer):
         with self.gradients.coupling.paused(), together:
             self.copies.follow(adopts=True)
             self._narrow()
-            self.complete(w for w in self.weights.values() if w.parameter.requires_grad)  # frozen before
+            self.complete(w for w in self.weights.values() if w.parameter.requires_grad)  # may have been frozen
             if closure is None:
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
@@ -377,7 +378,7 @@ class PipelineOptimizer(Optimizer):
             def closed() -> Any:
                 self.gradients.coupling.end()  # the closure computes gradients
                 self._drop_gradients()
-                depth, self._depth = self._depth, 0  # an error of the closure is not one of the update
+                depth, self._depth = self._depth, 0  # an error in the closure is not an error of the update
                 loss = closure()
                 self._depth = depth
                 self.copies.follow(adopts=True)
@@ -459,7 +460,7 @@ class PipelineOptimizer(Optimizer):
         if self._depth == 1 and is_watched(self.optim):
             if self._count == 1:
                 self._is_resumed = bool(self.optim.state)
-            # The trial has shown that the first steps are independent, however they are computed.
+            # The trial has shown that the first steps are independent, even if their operators combine parameters.
             is_tried = self._count <= len(SCALES) and not self._is_resumed
             excuse = partial(UNWATCHED.add, self.optim) if is_tried else None
             self.gradients.coupling.begin_step(type(self.optim).__name__, self._count, excuse)
@@ -526,7 +527,7 @@ class PipelineOptimizer(Optimizer):
 
     def get_grad_norm(self, norm_type: float | str = 2.0, **kwargs: Any) -> float:
         """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
-        clipping. If neither has computed this norm, compute the norm of the current gradients; in this case, every rank
+        clipping. If neither has computed this norm, compute the norm of the current gradients. In this case, every rank
         must call this method."""
         order = order_of(norm_type)
         if self.gradients.norm is not None and self.gradients.norm_type == order:

@@ -11,8 +11,8 @@ from pipeshard.garbage import weak
 
 
 def give_hooks(optim: Optimizer) -> None:
-    """Make the step of an optimizer call its hooks, even if its constructor does not call Optimizer.__init__. Many
-    classes that wrap another optimizer do not, such as Lookahead."""
+    """Make an optimizer's step call its hooks, even if its constructor does not call Optimizer.__init__. Many classes
+    that wrap another optimizer, such as Lookahead, do not call Optimizer.__init__."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if not isinstance(hooks := getattr(optim, name, {}), OrderedDict):
             setattr(optim, name, OrderedDict(hooks))
@@ -28,5 +28,5 @@ def give_hooks(optim: Optimizer) -> None:
     hooked: Any = Optimizer.profile_hook_step(step.__func__ if is_of_class else replacement)
     hooked.hooked = True
     bound: Any = functools.update_wrapper(weak(MethodType(hooked, optim)), hooked)
-    bound.__func__ = hooked  # an LR scheduler reads it when it replaces this step
+    bound.__func__ = hooked  # an LR scheduler reads __func__ when it replaces this step
     optim.step = bound  # type: ignore[method-assign]

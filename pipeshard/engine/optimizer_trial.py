@@ -1,11 +1,11 @@
 """Optimizer trial: tests whether an optimizer updates parts of a model the same way as the whole model.
 
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
-compute different updates on every stage. For the optimizers of torch, bitsandbytes and torchao, the result is known,
-and they are not run. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each
-half, and the updates are compared. Since it may begin to couple parameters later, some of its updates are watched
-(engine/coupling.py). An optimizer that calls a collective of all ranks in this trial is refused, since each rank
-updates different parameters in a step.
+compute different updates on every stage. For the optimizers of torch, bitsandbytes and torchao, the result is known
+without a trial. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each half,
+and the trial compares the updates. Since an optimizer may begin to couple parameters later, some of its updates in
+training are watched (engine/coupling.py). An optimizer that calls a collective of all ranks in the trial is refused,
+since each rank updates different parameters in a step.
 """
 
 import copy
@@ -33,17 +33,17 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.graph.rng import seeded
 
 logger = logging.getLogger("pipeshard")
-FEW = 2  # the number of parameters of each group in the first trial, and in the second of each kind in each group
-SIZE, SPARED = 4, 0.02  # of parameters; the largest allowed gap
-SCALES = (1.0, 100.0, 0.01) + (1.0,) * 6 + (1000.0,)  # of the gradients in each step: the last exceeds any mean
+FEW = 2  # parameters per group in the first trial, and per kind and group in the second trial
+SIZE, SPARED = 4, 0.02  # the largest dimension of a tiny parameter, and the largest allowed gap
+SCALES = (1.0, 100.0, 0.01) + (1.0,) * 6 + (1000.0,)  # of each step's gradients; the last exceeds any earlier mean
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
 SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
 KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules whose optimizers do not couple parameters
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
 Index = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
 Closure = Callable[[], Tensor]
-# Optimizers that are not watched: their operators combine parameters, although the trial finds independent updates, or
-# their step cannot run in a mode.
+# Optimizers that are not watched, because their operators combine parameters although the trial finds independent
+# updates, or because their step cannot run in a mode.
 UNWATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -137,10 +137,9 @@ def rounds_at_random(optimizer: Optimizer) -> bool:
 
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer from the KNOWN modules needs unsharded parameters. Some optimizers of bitsandbytes and
-    torchao need them: with 8 bits or less, a block of state values (256 in bitsandbytes) shares one scale; with
-    `max_unorm`, updates depend on norms; AdEMAMix stores two states in one tensor, which a checkpoint cannot divide
-    into shards."""
+    """Whether an optimizer from the KNOWN modules needs unsharded parameters, as some optimizers of bitsandbytes and
+    torchao do. With 8 bits or less, a block of state values (256 in bitsandbytes) shares one scale. With `max_unorm`,
+    updates depend on norms. AdEMAMix stores two states in one tensor, which a checkpoint cannot divide into shards."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     of_torchao: float = getattr(optimizer, "block_size", math.inf)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8 or of_torchao < math.inf
@@ -149,12 +148,12 @@ def looks_at_whole(optimizer: Optimizer) -> bool:
 
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool, mode: AbstractContextManager[Any] | None = None) -> float:
-    """Compare the updates of one optimizer with those of two optimizers that each have half of its parameters (with
-    `sliced`, half of the rows of each parameter). Return the largest difference, relative to the largest update of the
-    same step. The optimizer's own methods are tested in addition to `step`, which runs in `mode`."""
+    """Compare the updates of one optimizer with the updates of two optimizers that each have half of its parameters
+    (with `sliced`, half of the rows of each parameter). Return the largest difference, relative to the largest update
+    of the same step. The optimizer's own methods are tested in addition to `step`, which runs in `mode`."""
     mode = mode or nullcontext()
     first, of_kinds = (_tiny(optimizer, sliced, FEW, by_kind) for by_kind in (False, True))
-    starts = [first] if [*first] == [*of_kinds] else [first, of_kinds]  # the order decides on the halves
+    starts = [first] if [*first] == [*of_kinds] else [first, of_kinds]  # the order determines the halves
     try:
         return max(_gap_from(start, optimizer, model, sliced, mode) for start in starts)
     except Exception:  # the optimizer may need all parameters
@@ -287,8 +286,8 @@ def _moves(
     for number, call in calls:
 
         def closure(number: int = number) -> Tensor:
-            """Set a gradient that depends only on the parameter's own elements, element by element, and return a
-            constant loss."""
+            """Set each parameter's gradient to an elementwise function of the parameter, and return a constant
+            loss."""
             with torch.no_grad():
                 for (k, j), parameter in parameters.items():
                     size = 10 ** math.sin(1 + 7 * number + 3 * j + 5 * k)  # between 0.1 and 10
@@ -328,7 +327,7 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Index, nn.Par
 
 
 def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy of an optimizer with all attributes except those that only replace methods of its class."""
+    """Return a copy of an optimizer, without attributes that only replace methods of its class."""
     made: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
     made.__dict__.update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k not in OVERRIDDEN}, memo))

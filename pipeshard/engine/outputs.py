@@ -126,8 +126,9 @@ class Outputs:
                 _refuse_unmergeable(path, spec, is_computed)
 
     def merges(self, flows: Sequence[Dataflow], batch: Batch) -> bool:
-        """Whether the outputs of the microbatches of `batch` can be merged, as far as their traces show. They cannot if
-        the microbatches have different outputs, or if another scalar depends on the same results as the loss."""
+        """Whether the outputs of the microbatches of `batch` can be merged, as far as their traces show. Outputs cannot
+        be merged if the microbatches have different outputs, or if another scalar depends on the same results as the
+        loss."""
         if len(flows) == 1 or not self.needed or self.function is not None:
             return True
         try:
@@ -200,8 +201,8 @@ class Outputs:
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
         """Merge the microbatches' outputs into one output of the same class: concatenate tensors along their batch
         dimension, and replace the loss with the batch's `loss`. Numbers, strings, and tensors without a batch dimension
-        must be the same in all microbatches. Other objects are the first microbatch's. Raises UsageError for numpy
-        arrays of several microbatches."""
+        must be the same in all microbatches. Other objects are taken from the first microbatch. Raises UsageError for
+        numpy arrays of several microbatches."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         is_whole = len(self._batches) == 1 and self._batches[0].selection is None
@@ -257,9 +258,9 @@ class Outputs:
         return whole
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
-        """Return the batch dimension of an output that was traced at only one size. If several dimensions fit, a
-        dimension that is also the batch dimension of an input is preferred. If none fits, 0 is returned. Raises
-        UsageError if several dimensions fit microbatches of different sizes."""
+        """Return the batch dimension of an output that was traced at only one size: a dimension whose sizes are the
+        microbatches' numbers of samples. If several dimensions fit, prefer one that is also the batch dimension of an
+        input. If none fits, return 0. Raises UsageError if several dimensions fit microbatches of different sizes."""
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]
         if len(fitting) > 1 and len(set(rows)) > 1:

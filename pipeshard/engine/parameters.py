@@ -28,9 +28,9 @@ class HeldParameters:
 
     One holder of a parameter broadcasts the values to the other holders. Then the parameters are cast to 16 bits if
     `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
-    replicas. Sharding may replace parameters. `kind` is the class of the MasterWeights. All slices of a stage use the
-    first slice's gradients of unsharded parameters: the slices' own gradients differ on devices whose kernels are not
-    deterministic, such as the backward pass of attention on GPUs.
+    replicas. Sharding may replace parameters. `kind` is the class of the MasterWeights. For unsharded parameters, all
+    slices of a stage use the first slice's gradients. The slices' own gradients would differ on devices whose kernels
+    are not deterministic, such as the backward pass of attention on GPUs.
 
     Attributes:
         held: the current parameters, by name (tied parameters: by their first name).
@@ -100,7 +100,7 @@ class HeldParameters:
         return {name: parameter.requires_grad for name, parameter in self.held.items()}
 
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
-        """With `rule` and `seed`, initialize the parameters in `names` that this rank holds."""
+        """Initialize the parameters in `names` that this rank holds, using `rule` and `seed`."""
         weights = [self.weights[name] for name in names if name in self.weights]
         shaped = [weight for weight in weights if not weight.plain]
         with kept_tied(self.model):  # unsharded and in fp32, as in the unsplit model
@@ -140,10 +140,11 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters that FSDP shards: those of held units, except parameters that glue reads, that have no
-        dimensions, that keep their own precision, or whose rows tp_size does not divide: FSDP's shards of such slices
-        are not those of DTensor, so they could not be loaded or saved. Without a cast, trained parameters whose dtype
-        is not the most frequent in their unit are also excluded, since FSDP reduces gradients of one dtype per unit."""
+        """The parameters that FSDP shards: the parameters of held units, except parameters that glue reads, that have
+        no dimensions, that keep their own precision, or whose number of rows tp_size does not divide. FSDP and DTensor
+        shard such slices differently, so the shards could not be loaded or saved. Without a cast, trained parameters
+        whose dtype is not the most frequent in their unit are also excluded, since FSDP reduces gradients of only one
+        dtype per unit."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for name in glue_parameters(self.policy.flow) | self.kept}
         named = self.model.named_parameters(remove_duplicate=False)
@@ -158,7 +159,7 @@ class HeldParameters:
         return {p for unit in self.units.values() for p in unit.parameters() if p.ndim} - apart
 
     def _in_fp32(self, sharded: set[torch.Tensor]) -> set[torch.Tensor]:
-        """Cast trained parameters to fp32: their shards are fp32 master weights, which FSDP casts to 16 bits as it
+        """Cast trained parameters to fp32. Their shards are fp32 master weights, which FSDP casts to 16 bits as it
         gathers them. Returns the frozen 16-bit parameters, which are not cast."""
         for parameter in sharded:
             if parameter.requires_grad:
@@ -184,8 +185,8 @@ class HeldParameters:
     def problems(self, is_whole: bool) -> list[str]:
         """Return error messages about hooks that would not run or would receive only a part of a gradient, about
         modified partial gradients, and about unfrozen shards whose dtype FSDP cannot reduce. `is_whole` means that a
-        step has one microbatch and no slices. Warns once about gradient hooks: a hook that runs on each microbatch's
-        gradient is exact only if it is linear."""
+        step has one microbatch and no slices. Warns once about gradient hooks, since a hook that runs on each
+        microbatch's gradient is exact only if the hook is linear."""
         problems = self.sync.problems() + [
             f"{name} has a gradient hook that would not run: {why}. Remove the hook, and modify the gradient between "
             "execute_pipeline and optimizer.step"
