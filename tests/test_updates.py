@@ -171,7 +171,7 @@ def norm_of_a_lone_layer() -> None:
         module.requires_grad_(False)
     sides.split_loss(sides.batches(0))
     if dist.get_rank() == 1:
-        with pytest.raises(UsageError, match="a module that is all that a stage trains, use fewer"):
+        with pytest.raises(UsageError, match="a module that contains all trained parameters of a stage, use fewer"):
             clip_grad_norm_(sides.model.layers[3].parameters(), 0.01)
 
 
@@ -540,7 +540,7 @@ def updates_of(sides: Any, change: Change) -> int:
             sides.optimizer.step()
         except UsageError as error:
             assert "norm of one stage's gradients" in str(error)
-            assert "Leave out a constant factor, or use the lr" in str(error)
+            assert "Omit a constant factor, or use the lr" in str(error)
             return step
         sides.optimizer.zero_grad()
     return 6

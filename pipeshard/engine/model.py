@@ -144,8 +144,8 @@ NEED_ALL = {
         "model (in a Trainer: trainer.generate(...)) on every rank, with the prompts as one padded batch"
     ),
     "update_and_allocate": (
-        "AdaLoRA chooses the rank of each adapter from the gradients of all layers, but this rank has only those of "
-        "its stage. Use LoraConfig (rank_pattern sets the rank of single layers), or pp_size=1"
+        "AdaLoRA chooses the rank of each adapter from the gradients of all layers, but this process has only the "
+        "gradients of its stage. Use LoraConfig (rank_pattern sets the rank of single layers), or pp_size=1"
     ),
 }
 

@@ -23,7 +23,7 @@ SCALED = (
     "torch.nn.utils.{} got gradients that are multiplied by the loss scale of precision='fp16' until optimizer.step()."
 )
 ALONE = "For the norm of a single parameter, pass the tensor instead of a list"
-FEWER = ". For the norm of a module that is all that a stage trains, use fewer stages"
+FEWER = ". For the norm of a module that contains all trained parameters of a stage, use fewer stages"
 
 FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm, clip_grad_value_
 

@@ -43,8 +43,8 @@ CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
 class SidePositions(NamedTuple):
-    """The positions of the encoder inputs of a batch (or its only inputs), or of its decoder inputs. `total` is the
-    number of positions including padding; sample k needs the first `lengths[k]` positions."""
+    """The positions of a batch's encoder inputs (or its only inputs), or of its decoder inputs. `total` is the number
+    of positions, including padding. Sample k needs the first `lengths[k]` positions."""
 
     total: int
     lengths: tuple[int, ...]
@@ -70,7 +70,7 @@ class Ragged:
         totals = self._totals(_shapes(sample))
         for path in sample.tensors:
             if (side := self._side_of(path)) in totals:
-                self._dims(path, sample, totals[side])  # a size that differs here never counts positions
+                self._dims(path, sample, totals[side])  # a dimension whose size differs here never counts positions
         self.cost = self._cost(flow, units, device)
         self.idle = (config.pp_size - 1) / config.num_model_chunks
         self.has_short_cooldown = config.defers and config.schedule in ("1f1b", "interleaved")
@@ -130,9 +130,9 @@ class Ragged:
         return {name: self._side(name, batch, total) for name, total in totals.items()}
 
     def _totals(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """The number of positions of each side in the batch: the second dimension of the side's token ids, embeddings
-        or labels. If ids and mask have several texts per sample, with shape (samples, choices, positions), the
-        positions of all texts count, and none is removed."""
+        """The number of positions of each side in the batch: the size of the second dimension of the side's token ids,
+        embeddings or labels. If the ids and the mask have several texts per sample, with shape (samples, choices,
+        positions), the positions of all texts count, and no position is removed."""
         leaves: dict[str, tuple[str, ...]] = {ENCODER: (IDS, "inputs_embeds")}
         if self.encoder_decoder:
             leaves[DECODER] = (f"decoder_{IDS}", "decoder_inputs_embeds", LABELS)
@@ -172,7 +172,7 @@ class Ragged:
         return mask if mask is not None and mask.shape == (batch.rows, total) else None
 
     def _other_masks(self, name: str, batch: Batch, total: int) -> list[Tensor]:
-        """The masks of other texts that have as many positions as this side, and would be trimmed with it."""
+        """The masks of other texts with as many positions as this side. These texts are trimmed together with it."""
         paths = [path for path in batch.tensors if path.endswith(MASK) and path not in (MASK, DECODER_MASK)]
         paths = [path for path in paths if self._side_of(path) == name and self._dims(path, batch, total)]
         masks = [batch.by_sample(path) for path in paths]
@@ -187,8 +187,8 @@ class Ragged:
         return DECODER if is_of_decoder(path, self.encoder_decoder) else ENCODER
 
     def _dims(self, path: str, batch: Batch, total: int) -> list[int]:
-        """The sequence dimensions of a leaf: in every batch so far, the size of such a dimension was the number of
-        positions of the leaf's side."""
+        """The sequence dimensions of a leaf: the dimensions whose size was the number of positions of the leaf's side
+        in every batch so far."""
         leaf, row_dim = batch.tensors[path], batch.row_dims[batch.paths.index(path)]
         if leaf.ndim < 2 or (media_kind(path) is not None and not is_mask(path)):
             return []
@@ -211,10 +211,10 @@ class Ragged:
         return replace(batch.take(torch.tensor(rows)).map(narrowed), selection=Selection(tuple(rows), spans))
 
     def padded(self, batch: Batch) -> list[Batch]:
-        """Return the batch with 25 % more positions, all of them padding, so that every microbatch has padding to
-        remove. For models that do not run with so many positions, also return a batch in which padding replaces the
-        last 25 % of the positions, unless the batch contains answer positions or nothing marks its padding. In a batch
-        that is padded on the left, these positions are tokens, and may have all labels."""
+        """Return the batch with padding appended (25 % more positions), so that every microbatch has padding to remove.
+        For models that do not run with so many positions, also return a batch in which padding replaces the last 25 %
+        of the positions, unless the batch contains answer positions or nothing marks its padding. In a batch that is
+        padded on the left, the replaced positions are tokens, and may have all labels."""
         sides = self._sides(batch)
         sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}
         has_answers = any(path.endswith("_positions") for path in batch.tensors)  # such as start_positions
@@ -222,8 +222,8 @@ class Ragged:
         return [self._extended(batch, sides, is_cut) for is_cut in cuts]
 
     def _extended(self, batch: Batch, sides: Mapping[str, SidePositions], is_cut: bool) -> Batch:
-        """The batch with 25 % more positions on these sides, all of them padding. With `is_cut`, as many of the batch's
-        own positions are removed first."""
+        """Append padding to the batch: 25 % more positions on these sides. With `is_cut`, first remove the same number
+        of the batch's own positions."""
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}
 
         def fill(path: str, leaf: Tensor, dim: int | None) -> Tensor:

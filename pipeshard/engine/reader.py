@@ -1,6 +1,6 @@
 """Reader: reads batches from the data iterator, and checks that all ranks of a pipeline read the same batches.
 
-Every stage reads the whole batch, since the model's glue runs on all stages; no part of the batch is sent. If a
+Every stage reads the whole batch, since the model's glue runs on all stages. No part of the batch is sent. If a
 DataLoader had a different seed on one rank, stages would silently train on different batches, so ranks compare digests
 of their batches.
 """
@@ -94,8 +94,8 @@ class Agreement(NamedTuple):
     """The result of comparing all ranks' reports. `seed` is the first rank's seed, which all ranks use for random
     numbers. `parts` contains the number of microbatches of each replica, and `news` is the bitwise OR of all ranks'
     `news`. `alike` is True if the ranks of each replica have the same ways, and `updated_alike` if the last updates of
-    all ranks had the same options and factors. `repeated` are the replicas with a batch that another replica also
-    has."""
+    all ranks had the same options and factors. `repeated` contains the replicas whose batches another replica has also
+    read."""
 
     seed: int
     parts: list[int]
@@ -217,7 +217,7 @@ class Reader:
         return sum(agreement.parts[: self.grid.replica])
 
     def _read_all(self, data_iter: Iterator[Any], count: int) -> list[Batch]:
-        """Read `count` batches, also after an error: the other ranks, on which no batch failed, read all of them."""
+        """Read `count` batches, and continue after an error, since ranks without an error read all `count` batches."""
         batches: list[Batch] = []
         errors: list[Exception] = []
         for _ in range(count):

@@ -35,7 +35,7 @@ class Recording(Timetable):
         spans: the compute actions of each rank.
         waited: `waited[r][q]` is the time that rank r waited for messages from rank q.
         step: the number of the step, from 0.
-        memory: the peak memory of each rank so far in bytes, allocated on the rank's GPU or used by the rank's process.
+        memory: the peak memory of each rank so far, in bytes: allocated on its GPU, or used by its process on a CPU.
         samples: the number of samples in the step, summed over the replicas.
         tokens: the number of elements of `input_ids` in these samples, or 0 without `input_ids`.
     """
@@ -70,7 +70,7 @@ class Recording(Timetable):
         return simulate(self.program, self.cost(Kind.F), self.cost(Kind.B), self.cost(Kind.W))
 
     def summary(self) -> str:
-        """One line: `step 12: 5.61 s, bubble 20.4% (simulated 20.1%), slowest is rank 1 (4.47 s busy), ...`."""
+        """Return one line: `step 12: 5.61 s, bubble 20.4% (simulated 20.1%), slowest is rank 1 (4.47 s busy), ...`."""
         busy = self.busy
         slowest = max(range(len(busy)), key=busy.__getitem__)
         line = (
@@ -83,8 +83,8 @@ class Recording(Timetable):
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """Return text that compares a rank's busy time with that of the median rank if the rank is a straggler (or its
-        stage is too large), otherwise ""."""
+        """Return text that compares a rank's busy time with the median rank's, if the rank is a straggler (or its stage
+        is too large). Otherwise, return ""."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""

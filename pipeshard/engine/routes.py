@@ -18,9 +18,9 @@ from pipeshard.split.route import Recompute, Route
 logger = logging.getLogger("pipeshard")
 
 PREVENTED = (
-    "%s is not recomputed, because its forward leaves a value at %s, which a second run would leave again. This unit, "
-    "and others that leave values, keep their activations: to recompute them, remove the code or the hook that leaves "
-    "the value"
+    "%s is not recomputed, because its forward stores a value at %s, which recomputation would store again. This unit, "
+    "and other units that store values, keep their activations. To recompute a unit, remove the code or the hook that "
+    "stores the value"
 )
 
 
@@ -94,11 +94,11 @@ class Routes:
                     f"the model reads {released[0]} outside its unit on stage {stage}, which does not hold this "
                     "parameter, unlike in the trace of boost. If this depends on the batch, pass dry_run_input=<a "
                     "batch of this kind> to PipelinePlugin. If it depends on the mode (train or eval) or an attribute, "
-                    "read the parameter with each of its values, or use one stage (pp_size=1)"
+                    "read the parameter for every mode and value, or use one stage (pp_size=1)"
                 )
 
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Log a warning if this process has not logged it before: the proof at boost has routes of its own."""
+    """Log a warning only once per process, since the proof at boost has its own Routes."""
     logger.warning(text)

@@ -1,10 +1,10 @@
 """Running state: state in the model that one forward passes to the next, kept separately for each stage of a rank.
 
-Every stage runs the glue once per microbatch, in the order of the microbatches. So state that glue updates (counters,
-generators, values computed from the batch) is the same on all stages as in the unsplit model. State computed from unit
-results is correct on the stages that have these results, and only these stages read it. On other stages, such state is
-not updated. Batch norm is handled separately: with `deferred`, its running statistics are updated once per step, from
-the whole batch.
+Every stage runs the glue once per microbatch, in the order of the microbatches. State that glue updates (counters,
+generators, values computed from the batch) is therefore the same on all stages as in the unsplit model. State computed
+from unit results is correct on the stages that have these results, and only these stages read the state. Other stages
+do not update it. Batch norm is handled separately: with `deferred`, its running statistics are updated once per step,
+from the whole batch.
 """
 
 from collections import defaultdict
@@ -66,8 +66,8 @@ class Carry:
 
     @contextmanager
     def _passing(self, route: Route) -> Iterator[None]:
-        """Context manager for a forward that its stage stops before the end of the model's forward. On exit, restores
-        the state that glue would have restored later (a depth counter, a list of losses)."""
+        """Context manager for a forward that the stage stops early, before the end of the model's forward. On exit,
+        restores the state that glue would have restored later (a depth counter, a list of losses)."""
         paths = route.flow.passing if route.stop is not None else ()
         places = [Place(self.model, path) for path in paths]
         held = [place.take() for place in places]
@@ -76,7 +76,7 @@ class Carry:
             place.put(before)
 
     def end(self) -> None:
-        """For each place in the model, write the state from this rank's last stage on which the state is correct."""
+        """Write the final state to each place in the model, from this rank's last stage that has the correct state."""
         for name in self.places:
             start = self.start[name]
             held = [self.left[stage][name] for stage in sorted(self.left) if name in self.left[stage]]
@@ -102,8 +102,8 @@ def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
     return place.until == -1 or place.name not in route.spoiled
 
 
-# By module, the moments of each of its inputs. This state is not stored in modules or hooks, where changes by units are
-# compared with the trace.
+# The moments of each input of a module, by module. They are not stored in modules or hooks, since changes that units
+# make there are compared with the trace.
 _MOMENTS: defaultdict[nn.Module, list[Tensor]] = defaultdict(list)
 
 
@@ -111,7 +111,7 @@ _MOMENTS: defaultdict[nn.Module, list[Tensor]] = defaultdict(list)
 def deferred(units: Iterable[nn.Module], replay: Replay | None = None) -> Iterator[None]:
     """Context manager that updates the running statistics of these units once, on exit, with the mean and (biased)
     variance of all inputs (Kim et al. 2020, arXiv:2004.09910). Each microbatch is still normalized by its own
-    statistics. Calls that `replay` answers for another stage of the rank do not count.
+    statistics. Calls of units of the rank's other stages, which `replay` answers, do not count.
     """
     modules: dict[Any, None] = {module: None for unit in units for module in unit.modules() if _tracks(module)}
     before = {module: [buffer.clone() for buffer in _statistics(module)] for module in modules}
@@ -148,8 +148,8 @@ def _runs_next(replay: Replay) -> bool:
 
 
 def _moments(x: Tensor) -> Tensor:
-    """For each channel, the number of values, their mean and their (biased) variance, in fp64. They are computed in at
-    least fp32, as torch does."""
+    """Return the number of values of each channel, and their mean and (biased) variance, in fp64. The mean and the
+    variance are computed in at least fp32, as in torch."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     variance, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)
     size = torch.full_like(mean, x.numel() // x.shape[1], dtype=torch.float64)

@@ -60,7 +60,7 @@ class SlicedMicrobatch:
         device: torch.device,
     ) -> "SlicedMicrobatch":
         """Split `whole` into slices on the stage at index `place` among this rank's stages. `ways` are the ways of the
-        slices; `routes` are the routes of the slices, followed by the routes of `whole`. Raises TraceError if the loss
+        slices. `routes` are the routes of the slices, followed by the routes of `whole`. Raises TraceError if the loss
         reads different results from a slice than from `whole`, and ConfigurationError if results cannot be merged."""
         of_whole, total, states = routes[-1], sum(sizes), dict[Any, Any]()
         head = Microbatch(of_whole.head.feed(batch, device), of_whole.head, whole.deltas, whole.share, whole.summed)

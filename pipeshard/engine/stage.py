@@ -39,8 +39,8 @@ from pipeshard.split.route import Route
 
 
 class NaNCheck:
-    """Checks that the results and parameters of a stage are finite, and with `gradients` also the gradients (False with
-    a loss scale, under which they may overflow). `parameters` are the stage's parameters by name.
+    """Checks that the results and parameters of a stage are finite, and with `gradients` also the gradients. With a
+    loss scale, `gradients` is False, since gradients may overflow. `parameters` are the stage's parameters by name.
 
     Every method raises NonFiniteError. The error names the stage, the microbatch (unless an optimizer's step is
     checked), and a non-finite parameter if there is one.
@@ -79,7 +79,7 @@ class NaNCheck:
             return
         if not bool(torch.isfinite(torch.stack(foreach_norm(list(named.values())))).all()):
             broken = [name for name, grad in named.items() if not _is_finite(grad)]
-            if broken:  # otherwise only the norm overflows. The last gradient is computed first
+            if broken:  # otherwise only the norm overflows. A backward computes the last gradient first
                 self._stop(f"the gradient of {broken[-1]} is not finite {when}")
 
     def _broken(self) -> str | None:
@@ -175,7 +175,7 @@ class Stage:
         scale: float = 1.0,
         splits: Collection[int] = (),
     ) -> None:
-        """Prepare a step. Backwards start from the loss times `scale`; `splits` are the microbatches whose backward has
+        """Prepare a step. Backwards start from the loss times `scale`. `splits` are the microbatches whose backward has
         a separate `weight`."""
         self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
         self.scale, self.splits = scale, splits

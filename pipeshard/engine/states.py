@@ -18,8 +18,8 @@ class States(MutableMapping[Any, Any]):
     """The state of a boosted optimizer, as `optimizer.state` returns it.
 
     A parameter of the model is a key for the state of the tensor that the optimizer updates. For a parameter that this
-    rank does not update, `states[parameter]` is a new dict, which is not kept: `state_dict` requires that all keys are
-    in the groups.
+    rank does not update, `states[parameter]` is a new dict that is not stored, since `state_dict` requires that all
+    keys are in the groups.
 
     Attributes:
         states: the state of the inner optimizer.
@@ -69,8 +69,9 @@ class States(MutableMapping[Any, Any]):
 
 
 def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The state of a parameter, with values for tensors that a constructor created while the model was on meta. Only
-    Adagrad's initial values are known (constants); raises ConfigurationError for any other optimizer."""
+    """Return the state of a parameter, with values for tensors that the optimizer's constructor created while the model
+    was on meta. Only Adagrad's initial values (constants) are known. Raises ConfigurationError for other optimizers
+    with such tensors."""
     blank = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.is_meta}
     start = {"step": 0.0, "sum": optim.defaults["initial_accumulator_value"]} if isinstance(optim, Adagrad) else {}
     if unknown := sorted(blank.keys() - start.keys()):
@@ -84,15 +85,15 @@ def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> 
 
 
 def converted(key: str, value: Any, before: Tensor, weight: MasterWeight, group: Mapping[str, Any]) -> Any:
-    """A state value of the tensor `before`, converted for the `master` of `weight`, which replaces this tensor in
-    `group`. The value is moved to the device of `master`; a step count on the host stays there, unless the group is
-    fused or capturable (as in torch's load_state_dict). A value of the tensor's shape is cast if it has the tensor's
-    dtype, and sharded if the tensor is unsharded."""
+    """Convert a state value of the tensor `before` for the `master` of `weight`, which replaces this tensor in `group`.
+    The value is moved to the device of `master`. A step count on the host stays there, unless the group is fused or
+    capturable (as in torch's load_state_dict). A value of the tensor's shape is cast if it has the tensor's dtype, and
+    sharded if the tensor is unsharded."""
     if not isinstance(value, Tensor):
         return value
     is_like = value.shape == before.shape
     dtype = weight.master.dtype if is_like and value.dtype is before.dtype else value.dtype
-    # Not decided by devices alone: boost has moved `before` without its states, which may all be on the host.
+    # The devices alone do not decide this, since boost has moved `before` without its states: all may be on the host.
     is_on_host = key == "step" and value.device != before.device and not (group.get("fused") or group.get("capturable"))
     value = value.to(value.device if is_on_host else weight.master.device, dtype)
     return slice_like(value, weight.parameter) if is_like and before.shape == weight.parameter.shape else value

@@ -102,8 +102,8 @@ def _contains(outer: Optimizer, wanted: object) -> bool:
 
 
 def contents(container: Any) -> Iterator[Any]:
-    """The values in a list, in a dict or in an optimizer's attributes and, recursively, in the lists, dicts and
-    optimizers among these values."""
+    """Yield the values in a list, a dict or an optimizer's attributes, and recursively the values in all lists, dicts
+    and optimizers among them."""
     queue, seen = [container], {id(container)}
     while queue:
         one = queue.pop()

@@ -1,8 +1,8 @@
 """Timeline: the start and end of one rank's compute actions, from the host's clock or a GPU's events.
 
 A host queues work on its GPU and continues, so the host's clock shows when an action was launched, not when it ran.
-Waiting for the device in every action would change the measurement. Instead, events are recorded between kernels, and
-are read at the end of the step. The events also show how far the GPU is behind the host.
+Waiting for the device in every action would change the measurement. Instead, a Timeline records events between kernels,
+and reads them at the end of the step. The events also show how far the GPU is behind the host.
 """
 
 import functools
@@ -41,14 +41,14 @@ class Timeline:
     action, then `end`.
 
     With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. Because of
-    this limit, the host can release sent tensors. The watchdog can report which action hangs, and whether this action
-    waits for a message or computes.
+    this limit, the host can release sent tensors, and the watchdog can report which action hangs, and whether this
+    action waits for a message or computes.
 
     Attributes:
         spans: the start and end of every compute action of the last step, as values of `time.time()`. The start is
             after the wait for messages.
         waited: the seconds that this rank has waited for each other rank of the pipeline in the last step.
-        event: creates an event of the GPU; None on a CPU.
+        event: a function that creates a GPU event, or None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:

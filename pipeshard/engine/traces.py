@@ -1,8 +1,8 @@
 """Traces: caches the traces of all batches so far, and plans the microbatches of a step.
 
-A trace takes longer than a step of a small model, so traces are cached: for a batch of different sizes, shapes are
-computed from an existing trace. The model is traced again if the batch's structure, a flag of the model, or the outcome
-of a glue branch that depends on values of the batch differs.
+A trace takes longer than a step of a small model, so traces are cached. For a batch of other sizes, shapes are computed
+from a cached trace. The model is traced again if the batch has another structure, if a flag of the model has changed,
+or if a glue branch that depends on values of the batch has another outcome.
 """
 
 import logging
@@ -137,12 +137,12 @@ class Traces:
         self.losses.look(criterion, self._state)
 
     def _is_unchanged(self) -> bool:
-        """Whether no Python value, which a recipe of a count may contain, has changed since this state was found."""
+        """Whether all Python values are unchanged since this state was recorded. Recipes of counts may contain them."""
         return all(flags.is_unchanged for flags in self._looked)
 
     def _flags_of(self, criterion: Criterion) -> Flags:
-        """The Flags of a criterion. If MOST_CRITERIA other criteria are cached, warn, and discard everything that is
-        cached for them."""
+        """Return the Flags of a criterion. If MOST_CRITERIA other criteria are cached, warn, and discard everything
+        that is cached for these criteria."""
         key = key_of(criterion)
         if key not in self.flags_of:
             if len(self.flags_of) >= MOST_CRITERIA:
@@ -167,7 +167,7 @@ class Traces:
 
     @property
     def foreign(self) -> dict[str, Tensor]:
-        """By place, the trainable tensors that the model's code reaches and that are not parameters of the model."""
+        """The trainable tensors, by place, that the model's code reaches but that are not parameters of the model."""
         return self.flags.foreign(self._state[0])
 
     def stepped(self) -> None:
@@ -204,7 +204,7 @@ class Traces:
         return FoundWays(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
 
     def number(self, found: FoundWays) -> int:
-        """A number that identifies these ways, the same on all ranks with equal ways."""
+        """Return a number that identifies these ways. Ranks with equal ways have the same number."""
         return hash_of(repr([*map(self._number, found.all)]))
 
     def _number(self, way: Way) -> int:
@@ -257,7 +257,7 @@ class Traces:
         return found
 
     def _tried(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None) -> tuple[FoundWays | None, str]:
-        """The ways of these batches and "", or None and the error of the model in the trace."""
+        """Return the ways of these batches and "", or None and the message of the error that the trace raised."""
         try:
             return self.find(cut, criterion), ""
         except Exception as error:  # of any type, since the user's model raises it
@@ -266,7 +266,7 @@ class Traces:
             self._lent = {}
 
     def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
-        """The report on these ways for the other ranks."""
+        """Return this rank's report on these ways for the other ranks."""
         if found is None:
             return Said([], [], failure)
         try:
@@ -290,9 +290,9 @@ class Traces:
         exact_loss: bool,
         ways: Sequence[Way],
     ) -> list[list[Microbatch]]:
-        """The microbatches of one batch for each stage of this rank. With `exact_loss`, the sum of their losses, each
-        times its share, is the whole batch's loss over all replicas; call `losses.prove` first if the loss is unproven.
-        Without `exact_loss`, this sum is the mean of the microbatches' losses."""
+        """Return the microbatches of one batch for each stage of this rank. With `exact_loss`, the sum of their losses,
+        each times its share, is the whole batch's loss over all replicas. Call `losses.prove` first if this loss is
+        unproven. Without `exact_loss`, the sum is the mean of the microbatches' losses."""
         rule = self.losses.rule(batches, criterion) if exact_loss else EACH
         shares = self.losses.of(batches, ways, criterion, rule)
         routes = [self.routes.of(flow, outputs) for flow, _ in ways]
@@ -328,8 +328,8 @@ class Traces:
         self.routes.clear()
 
     def _mode(self, criterion: Criterion | None, batch: Batch | None = None) -> tuple[Any, ...]:
-        """The state on which a Dataflow depends, except the sizes of the batch and the batch's answers to glue's
-        questions."""
+        """The state on which a Dataflow depends, except the sizes of the batch and the outcomes of glue branches that
+        depend on the batch."""
         paths = self._watched.intersection(batch.paths) if batch is not None else ()
         watched = digest(batch, paths) if batch is not None and paths else 0
         entry = batch.entry if batch is not None else ""
@@ -407,7 +407,7 @@ class Traces:
 
 
 def _reads_more(now: Dataflow, then: Dataflow) -> bool:
-    """Whether calls or the loss read other unit results, or more parameters, than `then`."""
+    """Whether calls or the loss of `now` read other unit results, or more parameters, than in `then`."""
     reads, before = ([*(call.reads for call in flow.calls), flow.loss or Reads()] for flow in (now, then))
     if [call.unit for call in now.calls] != [call.unit for call in then.calls]:
         return True

@@ -3,7 +3,7 @@
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
 Stages would then silently train differently. So ranks compare the options of the optimizers' groups, and the factor by
 which the loop on each rank has multiplied all gradients of that rank. The first updates of a model are compared before
-they change a parameter; later updates are compared in the first message of the next step.
+they change a parameter. Later updates are compared in the first message of the next step.
 """
 
 import hashlib
@@ -63,10 +63,10 @@ class Told(NamedTuple):
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
         numbered: by parameter, the numbers used in writes after the loop, or an optimizer, had read several
             parameters (engine/coupling.py).
-        dropped: for each update since the last step, and now: by optimizer, whether the loop has cleared it, and by
-            optimizer with gradients on the rank, whether these gradients are gone.
+        dropped: one dict for each update since the last step, and one for the current state: whether the loop has
+            cleared each optimizer, and whether the gradients of each optimizer with gradients on the rank are gone.
         noise: a description of gradients that the loop has changed with random numbers, or "".
-        tolerance: the relative difference between equal factors that is due to the gradients' dtype.
+        tolerance: the largest relative difference that the gradients' dtype may cause between equal factors.
     """
 
     used: dict[str, dict[str, Any]]
@@ -118,8 +118,9 @@ def _some(parameter: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor, rounding: float) -> float | None:
-    """The positive factor, below LARGEST, by which `before` must be multiplied to get `after`, or None if there is
-    none. The values have a relative error of up to `rounding`; if they are too few to average it out, return None."""
+    """Return the positive factor, below LARGEST, by which `before` must be multiplied to get `after`, or None if there
+    is no such factor. The values have a relative error of up to `rounding`. If there are too few values to average out
+    this error, return None."""
     ratios = (after / before)[before != 0]
     factor = float(ratios.mean())
     if not 0.0 < factor < LARGEST or rounding / math.sqrt(len(ratios)) > COARSE / 4:
@@ -184,7 +185,7 @@ class Updates:
             self._added = GradientSnapshot(parameters, self._samples or self.count < FIRST)
 
     def renew(self) -> None:
-        """Forget the factors of gradients that an update has used. Call it before new gradients are computed. Until
+        """Discard the factors of gradients that an update has used. Call it before new gradients are computed. Until
         then, the factors apply to the updates of all optimizers."""
         if self._is_used:
             self._factor, self._told = 1.0, None
@@ -226,7 +227,7 @@ class Updates:
         self._given, self._is_used = None, True
         if has_gradients:
             self._told = factor
-        elif self._has_hooks:  # factors of hooks apply to one optimizer, whose gradients another stage may have
+        elif self._has_hooks:  # a hook's factor applies to one optimizer, whose gradients may be on another stage
             self._told = None
         self._stepped = self._options()
         self._dropped = self._drops
@@ -296,8 +297,9 @@ class Updates:
 
     @property
     def _drops(self) -> tuple[dict[str, bool], ...]:
-        """For each update since the last step, and now: by optimizer, whether the loop has cleared it, and whether its
-        gradients are gone. If this rank has none, the latter is inferred: usually, it is the same on every rank."""
+        """One dict for each update since the last step, and one for the current state: for each optimizer, whether the
+        loop has cleared it, and whether its gradients are gone. If this rank has no gradients of an optimizer, the
+        latter is inferred, since it is usually the same on every rank."""
         has_updated, now = bool(self._dropped), dict[str, bool]()
         for number in self.in_use():
             graded, is_cleared = self._graded.get(number), number in self._cleared
@@ -340,7 +342,7 @@ SCALED = (
     "Stages then train differently: a factor must not be computed from the norm of one stage's gradients. Clip by the "
     "norm of the whole model: PipelinePlugin(max_norm=...), or optimizer.clip_grad_by_norm(max_norm) before "
     "optimizer.step(). For your own factor, get the norm from optimizer.get_grad_norm(), which every rank must call. "
-    "Leave out a constant factor, or use the lr of a parameter group instead"
+    "Omit a constant factor, or use the lr of a parameter group instead"
 )
 TOGETHER = (
     "Stages then train differently. Call optimizer.zero_grad() on every rank. If this depends on a value, use a "
@@ -358,14 +360,14 @@ NUMBERED = (
 
 
 def options_of(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """The values of those options of a group that must be the same on all ranks."""
+    """Return the values of a group's options that must be the same on all ranks."""
     compared = {key: group.get(key) for key in keys if is_compared(key, group)}
     return {key: value if type(value) in PLAIN_VALUES else _plain(value) for key, value in compared.items()}
 
 
 def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any) -> str:
-    """A message about the first option of a group that differs between the ranks with this group, or "" if there is
-    none."""
+    """Return a message about the first option of a group that differs between the ranks with this group, or "" if all
+    options agree."""
     for title in dict.fromkeys(title for of_rank in told for title in of_rank):
         having = [rank for rank, of_rank in enumerate(told) if title in of_rank]
         first = told[having[0]][title]
@@ -383,8 +385,8 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
 
 
 def warn_of_ranks(told: Sequence[Sequence[Mapping[str, Any]]], kind: type[Optimizer], grid: Grid) -> None:
-    """Warn if an option has the same value in all groups of a rank, but different values on different ranks: a loop may
-    have computed it from the parameters of its rank. `told` are the options of each rank's groups."""
+    """Warn if an option has the same value in all groups of a rank, but different values on different ranks, since a
+    loop may have computed it from its rank's parameters. `told` contains the options of each rank's groups."""
     pairs = [(of_rank[0], options) for of_rank in told for options in of_rank]
     keys = [key for key in told[0][0] if all(_is_close(options.get(key), one.get(key)) for one, options in pairs)]
     options = [{f"every group of {kind.__name__} 0": {key: of_rank[0].get(key) for key in keys}} for of_rank in told]
@@ -434,8 +436,8 @@ def alike(factors: Iterable[float | None], tolerance: float = NEAR) -> bool:
 
 
 def has_one_factor(numbers: Iterable[int]) -> bool:
-    """`alike` for factors in their serialized form. If it is False, `Updates.compare` decides, which knows the
-    gradients' dtype."""
+    """`alike` for serialized factors. If the result is False, `Updates.compare`, which knows the gradients' dtype,
+    decides."""
     return alike(number / ONE for number in numbers if number != OTHER)
 
 

@@ -1,11 +1,11 @@
 """Ways: the paths of a step's microbatches through the model, which must be the same on all ranks of a pipeline.
 
-No message has a header: sender and receiver compute the size of a message from their own traces. A unit that cannot run
-on shapes alone is traced with values, in which the parameters that another stage holds are zeros. If a shape or a
-number that the unit returns depends on such values, ranks find different ways. So ranks compare a number that
-identifies their ways at the beginning of every step. If the numbers differ, ranks send each other the small tensors of
-the units that were traced with values, trace again, and compare the values that cross cuts, line by line. They also
-compare the numbers that units leave in attributes.
+Messages have no header: the sender and the receiver compute the size of a message from their own traces. A unit that
+cannot run on shapes alone is traced with values, and the parameters that another stage holds are then zeros. If a shape
+or a number that the unit returns depends on such values, ranks find different ways. At the beginning of every step,
+ranks therefore compare a number that identifies their ways. If the numbers differ, ranks send each other the small
+tensors of the units that were traced with values, and trace again. They then compare, line by line, the values that
+cross cuts and the numbers that units leave in attributes.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ WAYS_REMEDY = (
 
 
 def fingerprint(flow: Dataflow) -> str:
-    """A digest of everything that determines the messages between stages, the same in every process."""
+    """Return a digest of everything that determines the messages between stages. It is the same in every process."""
     calls = [
         (
             call.unit,
@@ -93,9 +93,9 @@ def _small(unit: nn.Module) -> dict[str, Tensor]:
 class Line(NamedTuple):
     """One property of a microbatch that must be the same in the traces of all stages.
 
-    A line about a place has `is_left`: whether the trace's forward has changed the value. Such a line is compared if it
-    is in both traces and one of the forwards has changed the value: a trace does not record a value if its place
-    already has this value.
+    In a line about a place, `is_left` is whether the traced forward has changed the value of the place. Such a line is
+    compared only if both traces contain it and one of the forwards has changed the value, since a trace does not record
+    a value that the place already has.
     """
 
     what: str
@@ -104,8 +104,8 @@ class Line(NamedTuple):
 
 
 def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
-    """The Lines of a microbatch: for each value that crosses a cut (in order), for each constant, such as a number,
-    that a unit returns, and for each constant that a unit leaves in an attribute and other stages' code reads."""
+    """Return the Lines of a microbatch: one for each value that crosses a cut (in order), for each constant (such as a
+    number) that a unit returns, and for each constant in an attribute that a unit sets and other stages' code reads."""
     flow, deltas = way
     stages = policy.partition.of_calls(flow)
     crossing = boundaries(flow, stages, len(policy.placement), outputs)

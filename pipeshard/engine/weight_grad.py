@@ -42,7 +42,7 @@ from pipeshard.split.packed import Packed
 
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
 LEAST_TRAINED = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
-# Hooks on saved tensors that do not change them: of checkpoints, of save_on_cpu and of offload="activations"
+# Saved-tensor hooks that do not change the tensors: the hooks of checkpoints, save_on_cpu and offload="activations"
 UNCHANGING_HOOKS = "torch.utils.checkpoint.", "torch.autograd.graph.save_on_cpu.", "pipeshard.engine.offload."
 
 
@@ -84,7 +84,7 @@ class Lookup:
     def add_to(self, total: Tensor) -> None:
         ids, rows = self.ids.reshape(-1), self.gradients.reshape(-1, total.shape[1]).to(total.dtype)
         if self.padding is not None:
-            rows = rows.masked_fill((ids == self.padding)[:, None], 0.0)  # removing these rows would wait for a GPU
+            rows = rows.masked_fill((ids == self.padding)[:, None], 0.0)  # removing these rows would wait for the GPU
         if total.device.type == "cpu":
             total.index_add_(0, ids, rows)  # in the order of the rows
         else:
@@ -145,7 +145,7 @@ class Deferral:
         self._pending = self._within = None
 
     def defer(self, parameter: nn.Parameter, term: Term) -> bool:
-        """Append a term to the list, to be added to `.grad` later, if the current pass would add it to `.grad`. Returns
+        """If the current pass would add a term to `.grad`, append it to the list instead, to be added later. Returns
         whether the term was appended."""
         if self._pending is None or torch.is_grad_enabled():  # grad is enabled with create_graph=True
             return False
@@ -195,7 +195,7 @@ class _Deferred:
     def __init__(self, deferral: Deferral, module: nn.Module, kind: Any, plain: Callable[..., Any]) -> None:
         self.deferral, self.module, self.kind, self.plain = deferral, module, kind, plain
         self.is_large_lookup = _is_large_lookup(kind, module)
-        self.is_plain = False  # also in a checkpoint's second pass, which does not run in the modes of the first
+        self.is_plain = False  # stays True in a checkpoint's second pass, which does not run in the modes of the first
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -229,16 +229,17 @@ class _Deferred:
 
 
 def _functions_are_replaced() -> bool:
-    """Whether the user has replaced functions that these layers call, such as F.linear by one that quantizes weights,
-    or intercepts functions in a mode. Their gradients may then differ from those of torch's own functions."""
+    """Whether the user has replaced functions that these layers call (such as F.linear with a function that quantizes
+    weights), or intercepts functions in a mode. The gradients may then differ from the gradients of torch's own
+    functions."""
     if (F.linear, torch.addmm, torch.embedding) != PLAIN_FUNCTIONS or not _is_defined_in(F, F.embedding):
         return True
     return not all(isinstance(mode, Watching | DeviceContext) for mode in function_modes())
 
 
 def _is_saved_by_user() -> bool:
-    """Whether hooks of the user receive the tensors that autograd saves. They would receive other tensors than those
-    that torch's own layers save, such as the parameter itself instead of a view."""
+    """Whether the user's hooks receive the tensors that autograd saves. Layers that defer dW save other tensors than
+    torch's own layers, such as the parameter itself instead of a view."""
     hooks = saved_tensors_hooks(False)
     if hooks is None:
         return False
@@ -298,8 +299,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """A tensor that is not a view, on the same memory: an in-place ReLU must not write to a view that a Function
-    returned."""
+    """Return a tensor on the same memory that is not a view, since an in-place ReLU must not write to a view that a
+    Function returned."""
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 

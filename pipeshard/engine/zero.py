@@ -18,9 +18,9 @@ from pipeshard.engine.mixed_precision import MasterWeight
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
     """Assign each weight an owner, the replica that keeps its optimizer state. Weights are assigned from the largest to
     the smallest, each to the replica that owns the fewest elements so far (ZeRO stage 1, Rajbhandari et al. 2020,
-    arXiv:1910.02054, by whole parameters). Frozen weights, which have no state, are assigned separately. A weight that
-    already has an owner keeps this owner, even if another optimizer trains the weight, since only the owner has the
-    fp32 master weight."""
+    arXiv:1910.02054, but with whole parameters). Frozen weights, which have no state, are assigned separately. A weight
+    that already has an owner keeps this owner, even if another optimizer trains the weight, since only the owner has
+    the fp32 master weight."""
     loads = {is_trained: [0] * replicas for is_trained in (True, False)}
     for weight in sorted(weights, key=lambda w: (w.owner is None, -_size(w), w.name)):
         load = loads[weight.parameter.requires_grad]
@@ -30,8 +30,9 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
 
 
 def _size(weight: MasterWeight) -> int:
-    """The number of a weight's elements on each slice of a stage, or the average if slices differ in size: all slices
-    must choose the same owner, since a checkpoint contains the slices of one replica."""
+    """The number of a weight's elements on each slice of a stage, or the average if slices differ in size. The number
+    must be the same on all slices, which must choose the same owner, since a checkpoint contains the slices of only one
+    replica."""
     parameter = weight.parameter
     return parameter.numel() // (parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1)
 

@@ -196,7 +196,7 @@ def test_layers_that_are_not_recomputed_since_they_keep_values_are_named(pool: P
     """Layers whose forward kept a value in a dict were silently not recomputed, and the job ran out of memory."""
     said, others = pool.run(warned_of, 2)
     assert [text.split(", which")[0] for text in said] == [
-        "model.layers.0 (LlamaDecoderLayer) is not recomputed, because its forward leaves a value at "
+        "model.layers.0 (LlamaDecoderLayer) is not recomputed, because its forward stores a value at "
         "mlp.forward cell maps[0]"
     ]
     assert others == []
