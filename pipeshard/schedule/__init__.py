@@ -2,7 +2,8 @@
 
 A schedule is a pure function from (p ranks, m microbatches, v chunks per rank) to a `Program`. `add_communication` adds
 a program's messages, `simulate` proves that the program terminates and computes its time, and `draw_text` and
-`draw_timeline` draw the program. If messages are GPU kernels, `add_ordered_communication` adds the messages.
+`draw_timeline` draw the program. If messages run as GPU kernels, use `add_ordered_communication` instead of
+`add_communication`.
 """
 
 from pipeshard.schedule.draw import draw_text, draw_timeline

@@ -25,8 +25,8 @@ def draw_text(program: Program | Simulation) -> str:
     time, and `--` continues the last action.
 
     A Program is drawn with F = B = W = 1 cell and messages that take no time. The times of a Simulation are rounded to
-    multiples of its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`. The
-    Simulation of 1F1B with p=2, m=2:
+    multiples of its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`. For
+    example, the Simulation of 1F1B with p=2, m=2:
 
         rank 0  F0 F1 .. .. B0 -- .. B1 --
         rank 1  .. F0 B0 -- F1 B1 -- .. ..
@@ -62,8 +62,8 @@ def draw_timeline(
     Each panel is (label, rows), where `rows` contains the spans of each rank, with times in seconds or in the unit that
     `relative` names. All panels share one time axis (for example, measured above simulated). A panel's time starts at
     its first span. The panel's duration and idle share are printed above the panel. If ranks hold several chunks of the
-    model, later chunks are darker. Numbers are microbatches; numbers that do not fit are omitted. The picture is at
-    most about 24 by 16 inches. Requires matplotlib.
+    model, later chunks are darker. The number in a bar is the microbatch. Numbers that do not fit are omitted. The
+    picture is at most about 24 by 16 inches. Requires matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -16,9 +16,9 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     """The training program of a schedule for `p` ranks, `m` microbatches and `v` chunks per rank, without
     communication.
 
-    A Program can be used for its own number of microbatches or fewer. A function is called with (p, m, v). Raises
+    A Program supports its own number of microbatches or fewer. A function is called with (p, m, v). Raises
     ConfigurationError for a program that is incomplete or made for other sizes, and DeadlockError for a program that
-    cannot finish, such as one with a B before its F.
+    cannot finish, such as a program with a B before its F.
     """
     if isinstance(schedule, str):
         return make_program(schedule, p, m, v)
@@ -58,7 +58,7 @@ def name_of(schedule: Schedule) -> str:
 
 
 def _first(program: Program, m: int) -> Program:
-    """The part of `program` for its first m microbatches, which is legal if `program` is."""
+    """The part of `program` for its first m microbatches. This part is legal if `program` is legal."""
     if m > program.num_microbatches:
         raise ConfigurationError(
             f"schedule {program.name!r} is for num_microbatches={program.num_microbatches}, but the step has {m}: pass "

@@ -16,8 +16,8 @@ def add_communication(program: Program) -> Program:
     this result.
 
     A receive is posted and does not block. It is posted one compute action early (a B and its W count as one), so that
-    the transfer overlaps with this action. It is posted earlier if the order of messages requires this (see `_posts`).
-    Rank 1 of 1F1B, p=3:
+    the transfer overlaps with this action, or even earlier if the order of messages requires this (see `_posts`). For
+    example, rank 1 of 1F1B with p=3:
 
         RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
 
@@ -80,8 +80,8 @@ def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Ki
 def shorten_cooldown(program: Program) -> Program:
     """Split each whole B after its rank's last F into B and W, if the B's gradient is sent to another rank.
 
-    W runs right after B, so the only change is that the gradient is sent between the two. 1F1B with p=3, m=4, where a
-    whole B takes as long as B and W:
+    W runs right after B, so the only change is that the gradient is sent between B and W. 1F1B with p=3, m=4, in which
+    a whole B takes as long as B and W together:
 
     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- B2 -- B3 --
     rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 W2 B3 W3 ..
@@ -89,7 +89,7 @@ def shorten_cooldown(program: Program) -> Program:
 
     In 1F1B and GPipe, rank 0 then idles for (p-1)(F+B) instead of (p-1)(F+B+W), as long as W <= F, and no rank keeps
     more microbatches of activations than before. This is the first step toward a zero bubble schedule (Qi et al. 2023,
-    arXiv:2401.10241); Megatron-LM does this only for the weight of the head.
+    arXiv:2401.10241). Megatron-LM does this only for the weight of the head.
     """
     ranks = (tuple(_with_weights(actions, after=_last_forward(actions), sent=program)) for actions in program.ranks)
     return dataclasses.replace(program, ranks=tuple(ranks))
@@ -107,8 +107,8 @@ def _last_forward(actions: Sequence[Action]) -> int:
 
 
 def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
-    """Yield `actions` with a W right after each whole B whose index exceeds `after`. With the program `sent`, a W is
-    added only if the gradient of the B is sent to another rank."""
+    """Yield `actions` with a W right after each whole B whose index exceeds `after`. If a program `sent` is passed, a W
+    is added only if this program sends the gradient of the B to another rank."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
     for k, action in enumerate(actions):
         kind, i, stage = action

@@ -47,8 +47,8 @@ StageStep = tuple[Kind, int]  # (kind, stage): an action without its microbatch
 class Action(NamedTuple):
     """One step of one rank for one microbatch. A message has the stage of the compute action that it serves:
 
-    `RecvF(i, s)` receives the input of `F(i, s)`, `SendF(i, s)` sends its output; `RecvB(i, s)` receives the
-    output gradient for `B(i, s)`, `SendB(i, s)` sends the input gradient of `B(i, s)`.
+    `RecvF(i, s)` receives the input of `F(i, s)`, and `SendF(i, s)` sends its output. `RecvB(i, s)` receives the
+    output gradient for `B(i, s)`, and `SendB(i, s)` sends the input gradient of `B(i, s)`.
     """
 
     kind: Kind
@@ -70,8 +70,8 @@ class Action(NamedTuple):
 class Program:
     """The actions of each rank of a pipeline in one training step, in order.
 
-    `placement[s]` is the rank that holds (virtual) stage `s`; `ranks[r]` are the actions of rank `r`. A B that is
-    followed by a W computes only the input gradient; a B without W is the whole backward.
+    `placement[s]` is the rank that holds (virtual) stage `s`. `ranks[r]` contains the actions of rank `r`. A B with a W
+    computes only the input gradient. A B without a W is the whole backward.
     """
 
     name: str
@@ -84,9 +84,9 @@ class Program:
         """Read a program from a file in torch.distributed.pipelining's format "compute_only".
 
         Each line has the cells of one rank, such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward),
-        I (input gradients) and W; empty cells are idle time; the two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
+        I (input gradients) and W. Empty cells are idle time. The two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
 
-        Raises ConfigurationError for other cells, and for a stage that is missing or on several ranks; `program_of`
+        Raises ConfigurationError for other cells, and for a stage that is missing or on several ranks. `program_of`
         checks all other rules.
         """
         path = Path(path)

@@ -13,9 +13,9 @@ Holding = tuple[int, int]  # the activations of a microbatch on a stage
 
 
 class Residence(NamedTuple):
-    """The activations on the device while an action runs: the action's own, and `next`, the activations of the next B
-    or W (None if neither follows, or if the F of the next one has not run yet). If `stays`, the action's own
-    activations stay on the device during the following action."""
+    """The activations on the device while an action runs: the action's own activations, and `next`, the activations of
+    the next B or W (None if neither follows, or if its F has not run yet). If `stays`, the action's own activations
+    stay on the device during the following action."""
 
     next: Holding | None
     stays: bool

@@ -16,7 +16,7 @@ def gpipe(p: int, m: int, v: int = 1) -> Program:
     rank 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..
     rank 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3 .. ..
 
-    Bubble (p-1)(F+B) on each rank; m microbatches of activations alive at the peak.
+    The bubble is (p-1)(F+B) on each rank. At the peak, m microbatches of activations are alive.
     """
     # Backwards run in the order 0..m-1, not reversed: gradients are then summed in the order of plain
     # gradient accumulation, and of the other schedules, so that all results agree bit for bit.
@@ -30,7 +30,7 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> Program:
     rank 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
     rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-    Bubble (p-1)(F+B) on each rank, as in GPipe; but rank r keeps only min(m, p-r) microbatches of activations.
+    The bubble is (p-1)(F+B) on each rank, as in GPipe, but rank r keeps only min(m, p-r) microbatches of activations.
     """
     ranks = ([(Kind.F, r)] * (p - r - 1) + [(Kind.F, r), (Kind.B, r)] * m for r in range(p))
     return _program("1f1b", m, range(p), ranks)
@@ -44,8 +44,8 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
     rank 2  .... .... F0@2 F1@2 F2@2 F0@5 B0@5 F1@5 B1@5 F2@5 B2@5 B0@2 B1@2 B2@2 .... ....
 
     A rank runs p microbatches through one chunk, then through its next chunk. F and B are the times of all chunks of a
-    rank together. If p divides m, the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a
-    stage, at most vm.
+    rank together. If p divides m, the bubble is (p-1)(F+B)/v. Rank r then keeps 2(p-r-1) + (v-1)p + 1 activations of a
+    stage, but at most vm.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -66,8 +66,8 @@ def zb_h1(p: int, m: int, v: int = 1) -> Program:
     rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
     rank 2  .. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-    Bubble (p-1)(F+B-W) for m >= p and W <= min(F, B); (p-1)max(F, B) for a larger W. Every rank keeps min(m, p)
-    microbatches of activations, as many as the first rank of 1F1B.
+    The bubble is (p-1)(F+B-W) if m >= p and W <= min(F, B), and (p-1)max(F, B) if W is larger. Every rank keeps
+    min(m, p) microbatches of activations, as many as the first rank of 1F1B.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -83,9 +83,10 @@ def zbv(p: int, m: int, v: int = 2) -> Program:
     rank 0  F0@0 F1@0 F2@0 F0@3 B0@3 W0@3 F1@3 B1@3 W1@3 B0@0 W0@0 F2@3 B2@3 W2@3 B1@0 W1@0 B2@0 W2@0 ....
     rank 1  .... F0@1 F0@2 F1@1 F1@2 B0@2 W0@2 F2@1 B0@1 W0@1 F2@2 B1@2 W1@2 B1@1 B2@2 B2@1 W1@1 W2@2 W2@1
 
-    F, B and W are the times of both chunks of a rank together. Bubble (p-1)max(B/2, B-W) for m >= 2p-2 and max(F, W) <=
-    B: that is (p-1)(F+B-W)/2 if F = B = W, and at most that if W <= F <= B <= F+W. Every rank keeps 2p activations of a
-    stage (fewer if m < 2p-1), as much memory as the first rank of 1F1B with stages twice as large.
+    F, B and W are the times of both chunks of a rank together. The bubble is (p-1)max(B/2, B-W) if m >= 2p-2 and
+    max(F, W) <= B. This equals (p-1)(F+B-W)/2 if F = B = W, and is at most this value if W <= F <= B <= F+W. Every rank
+    keeps 2p activations of a stage (fewer if m < 2p-1), as much memory as the first rank of 1F1B with stages twice as
+    large.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -105,8 +106,9 @@ def v_half(p: int, m: int, v: int = 2) -> Program:
     rank 0  F0@0 F1@0 .... F0@3 B0@3 W0@3 F2@0 F1@3 B1@3 W1@3 B0@0 W0@0 .... F2@3 B2@3 W2@3 B1@0 W1@0 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 F1@1 .... B0@2 F1@2 W0@2 F2@1 B0@1 B1@2 W0@1 F2@2 W1@2 B1@1 B2@2 W1@1 W2@2 B2@1 W2@1 ....
 
-    A rank keeps at most 2((p+2)//2) activations of a stage, while zbv keeps 2p. Bubble at most 7/12 (p-1)(F+B+W) if
-    F = B = W and m >= p; 1F1B's is (p-1)(F+B+W). If B takes much longer than F and W, the bubble grows with m.
+    A rank keeps at most 2((p+2)//2) activations of a stage, while zbv keeps 2p. The bubble is at most 7/12 (p-1)(F+B+W)
+    if F = B = W and m >= p, compared with (p-1)(F+B+W) for 1F1B. If B takes much longer than F and W, the bubble
+    grows with m.
     """
     return _v("v-half", p, m, 2, (2, 1, 1) if p % 2 else (4, 1, 5))
 
@@ -117,8 +119,8 @@ def v_min(p: int, m: int, v: int = 2) -> Program:
     rank 0  F0@0 .... .... F0@3 B0@3 W0@3 F1@0 B0@0 W0@0 F1@3 B1@3 W1@3 F2@0 B1@0 W1@0 F2@3 B2@3 W2@3 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 .... .... B0@2 B0@1 F1@1 F1@2 W0@2 W0@1 B1@2 B1@1 F2@1 F2@2 W1@2 W1@1 B2@2 B2@1 W2@2 W2@1
 
-    A rank keeps at most 2((p+4)//3) activations of a stage, while zbv keeps 2p. Bubble at most 2/3 (p-1)(F+B+W) if F =
-    B = W. If they differ, each microbatch adds to the bubble.
+    A rank keeps at most 2((p+4)//3) activations of a stage, while zbv keeps 2p. The bubble is at most 2/3 (p-1)(F+B+W)
+    if F = B = W. If F, B and W differ, each microbatch adds to the bubble.
     """
     return _v("v-min", p, m, 1, (1, 1, 1) if p % 3 else (3, 1, 3))
 

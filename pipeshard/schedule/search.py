@@ -1,8 +1,8 @@
 """Search: a search for a fast order of F, B and W for stages of any costs, within the memory of each rank.
 
-The schedules in `schedules.py` are designed for stages of equal costs. Here a list scheduler uses the clock of
-`simulate`: a free rank runs the best action that can start. A `Rule` selects this action. `climb` changes the rule and
-the cuts of the model, and keeps the changes that do not make the step slower. Everything is deterministic.
+The schedules in `schedules.py` are designed for stages of equal costs. For stages of any costs, a list scheduler uses
+the clock of `simulate`: a free rank runs the best action that can start. A `Rule` selects this action. `climb` changes
+the rule and the cuts of the model, and keeps the changes that do not make the step slower. Everything is deterministic.
 """
 
 import heapq
@@ -79,7 +79,7 @@ class Rule(NamedTuple):
 
     A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
     `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of
-    the `reserved` earliest unfinished microbatches still need; with at least one reserved, a program always terminates.
+    the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, a program always terminates.
     """
 
     deep_forward: bool

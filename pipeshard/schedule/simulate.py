@@ -93,7 +93,7 @@ def simulate(
     that a stage sends back (by default `latency`): one number, or one per stage.
 
     Raises DeadlockError if the program cannot finish (the error then lists the waiting ranks and their messages), or if
-    the two ends of an edge disagree on the order of messages. Raises ConfigurationError for costs that are negative,
+    two ranks post the messages between them in different orders. Raises ConfigurationError for costs that are negative,
     infinite or not one per stage.
     """
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
@@ -125,7 +125,7 @@ def simulate_parts(
     latency: ActionCost = 0.0,
     returned: ActionCost | None = None,
 ) -> Simulation:
-    """`simulate` with separate costs of B and W. In a program without W, a B costs both together."""
+    """Run `simulate` with separate costs of B and W. In a program without W, a B costs the sum of both."""
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
     return simulate(program, forward, backward, weight, latency, returned)

@@ -34,8 +34,8 @@ def sliced(name: str, p: int, m: int, n: int) -> Program:
     rank 1  .. F0 F1 B1 F2 B0 F3 B3 B2 ..
 
     This is the program of m * n microbatches with n - 1 more forwards before the first backward, since backwards begin
-    with the last slice. Bubble (p-1)(F+B)/n, where F and B are the times of a microbatch; rank r of 1F1B keeps min(m *
-    n, p - r + n - 1) slices. Raises ConfigurationError for a schedule with several stages per rank.
+    with the last slice. The bubble is (p-1)(F+B)/n, where F and B are the times of a microbatch. Rank r of 1F1B keeps
+    min(m * n, p - r + n - 1) slices. Raises ConfigurationError for a schedule with several stages per rank.
     """
     if n > 1:
         refuse_unsliced(name)
