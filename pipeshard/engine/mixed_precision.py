@@ -83,7 +83,7 @@ class MasterWeight:
         holders: the number of ranks that have the same gradient of the parameter.
         plain: whether `master` is the parameter itself.
         owner: with ZeRO, the replica that updates the parameter for all replicas (only this replica has the fp32 master
-        weight); otherwise None.
+        weight). None without ZeRO.
         noted: the states of the parameter and of `master`, by id, when they were last equal (see WeightCopies).
         shared: the states of both tensors after they were last sent to the other replicas.
         is_due: whether a write was copied between the parameter and `master`, but not yet sent to the other replicas.
@@ -257,7 +257,7 @@ class MasterWeight:
 @cache
 def casts_have_graphs() -> bool:
     """Whether autocast's cached casts have a grad_fn even if they were made under no_grad (in a reentrant checkpoint).
-    Before torch 2.11, such casts have no grad_fn, and another microbatch that uses them would lose its gradients
+    Before torch 2.11, these casts have no grad_fn, and another microbatch that uses them would lose its gradients
     (pytorch#158232)."""
     layer, x = nn.Linear(1, 1), torch.zeros(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -293,8 +293,8 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype) if self.autocasts else nullcontext()
 
     def shares_casts(self, flows: Collection[Dataflow]) -> bool:
-        """Whether all forwards of a step share one autocast copy of each parameter: False if autocast is off, if a
-        forward writes to parameters, or if `casts_have_graphs()` is False."""
+        """Whether all forwards of a step share one autocast copy of each parameter. Returns False if autocast is off,
+        if a forward writes to parameters, or if `casts_have_graphs()` is False."""
         if not self.autocasts:
             return False
         kinds = {place.kind for flow in flows for place in flow.carried}
@@ -316,7 +316,7 @@ class Precision:
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
-        """Context manager for a trace, in which tensors that will be cast already have their later dtype. Parameters
+        """Context manager for a trace. Inside it, tensors that will be cast already have their later dtype. Parameters
         keep their values in an attribute, for units that need these values to run."""
         before = {tensor: tensor.data for tensor in self.lowered(model)}
         for tensor, data in before.items():  # buffers are small, and may be written to

@@ -154,7 +154,7 @@ LATER = (
     "it before booster.boost, or pass its arguments in each call of model.generate(...)"
 )
 
-# Attributes of PipelineModel itself; all others are the model's.
+# Attributes of PipelineModel itself. All other attributes are the model's.
 OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})
 OWN_METHODS = ("forward", "compile", "extra_repr", "zero_grad")
 # Methods of nn.Module that are delegated to the model, so that names, children, hooks and keys are the model's.
@@ -163,7 +163,7 @@ ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
 
 
 def _answered(name: str) -> Callable[..., Any]:
-    """A method that calls the model's method `name`, and returns the boosted model if that method returns the model."""
+    """Return a method that calls the model's method `name`, and returns the boosted model instead of the model."""
 
     def call(self: "PipelineModel", *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -265,7 +265,8 @@ class PipelineModel(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, if this process holds the full model (pp_size=1); pass its loss to `booster.backward`.
+        """Return the model's output, if this process holds the full model (pp_size=1). Pass the output's loss to
+        `booster.backward`.
 
         Raises UsageError if this process holds only a part of the model (a stage, or shards).
         """

@@ -27,7 +27,7 @@ SMALL = 1024  # bytes; smaller storages are not worth a copy
 
 
 class CudaTransfer:
-    """Copies tensors to and from pinned host memory, on a separate stream, so that the GPU can compute meanwhile."""
+    """Copies tensors to and from pinned host memory on a separate stream, while the GPU computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -119,8 +119,8 @@ class SavedTensor:
 
 @dataclass
 class Seen:
-    """A storage that autograd has saved in this step. `holding` is the microbatch and stage that first saved the
-    storage, and `blocks` are the host copies by tensor version."""
+    """A storage that autograd has saved in this step. `holding` identifies the microbatch and the stage that first
+    saved the storage. `blocks` contains the host copies, by tensor version."""
 
     storage: StorageWeakRef
     holding: Holding

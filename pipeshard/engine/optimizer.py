@@ -154,8 +154,8 @@ class PipelineOptimizer(Optimizer):
         self.optim.state = state.states if isinstance(state, States) else state
 
     def _key(self, key: Any) -> Any:
-        """The key of `optim.state` for a key of `state`: the tensor that `optim` updates for a parameter of the model,
-        or None for a parameter that this rank does not update."""
+        """Convert a key of `state` to a key of `optim.state`. A parameter of the model becomes the tensor that `optim`
+        updates for it, or None if this rank does not update the parameter."""
         if not isinstance(key, Tensor) or key in self.names or key not in self.gradients.names:
             return key
         weight = self.weights.get(self.gradients.names[key])
@@ -185,8 +185,8 @@ class PipelineOptimizer(Optimizer):
         return {**self.optim.state_dict(), OF_RANK: self._names_of_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. Raises UsageError if it is from a rank that updates other parameters, or if
-        it does not contain names and this rank updates only some of the optimizer's parameters."""
+        """Load the result of `state_dict`. Raises UsageError if the state dict is from a rank that updates other
+        parameters, or if it does not contain names and this rank updates only some of the optimizer's parameters."""
         own = self._names_of_groups()
         updated, given = (sum(map(len, groups)) for groups in (own, self.given))
         if OF_RANK not in state_dict and updated < given:
@@ -246,7 +246,7 @@ class PipelineOptimizer(Optimizer):
                 weight.leave()
             elif weight.lacks_values and weight.parameter.requires_grad:
                 weight.complete()
-            elif weight.is_double and not weight.is_blank:  # a loop may have written to it before an optimizer had it
+            elif weight.is_double and not weight.is_blank:  # a loop may have written to it before it was in a group
                 weight.follow(is_written=True, is_master_written=False, adopts=True)
         self._replace(updated, fresh.keys() - updated.keys())
 
@@ -430,8 +430,8 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _note_empty(self, error: Exception) -> None:
-        """Add a note to an error of an update if groups have no gradients on this rank. In one process, these groups
-        have gradients, so the optimizer's class may not support groups without gradients."""
+        """Add a note to an error that an update raised, if groups have no gradients on this rank. In one process, these
+        groups have gradients, so the optimizer's class may not support groups without gradients."""
         groups = enumerate(self.optim.param_groups)
         empty = [str(k) for k, group in groups if all(stored_grad(parameter) is None for parameter in group["params"])]
         if empty and not isinstance(error, PipeshardError):
@@ -497,7 +497,7 @@ class PipelineOptimizer(Optimizer):
         self.gradients.updates.cleared(self, set_to_none)
         for hosted in self.copies.hosted:
             hosted.is_updating = True  # the inner optimizer may read its gradients, which are None
-        arguments = () if set_to_none else (False,)  # the method of a user's class may take no argument
+        arguments = () if set_to_none else (False,)  # the zero_grad of a user's class may take no argument
         type(self.optim).zero_grad(self.optim, *arguments)
         for weight in self.weights.values():
             weight.zero_grad(set_to_none)

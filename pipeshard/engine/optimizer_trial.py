@@ -36,11 +36,11 @@ logger = logging.getLogger("pipeshard")
 FEW = 2  # parameters per group in the first trial, and per kind and group in the second trial
 SIZE, SPARED = 4, 0.02  # the largest dimension of a tiny parameter, and the largest allowed gap
 SCALES = (1.0, 100.0, 0.01) + (1.0,) * 6 + (1000.0,)  # of each step's gradients; the last exceeds any earlier mean
-OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
+OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # attributes that schedulers, or an earlier boost, may set
 SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
 KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules whose optimizers do not couple parameters
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
-Index = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
+Index = tuple[int, int]  # the index of a parameter's group, and the parameter's index in the group
 Closure = Callable[[], Tensor]
 # Optimizers that are not watched, because their operators combine parameters although the trial finds independent
 # updates, or because their step cannot run in a mode.

@@ -118,8 +118,8 @@ class Outputs:
                 )
 
     def _check_merge(self, flow: Dataflow, batch: Batch) -> None:
-        """Raise UsageError if an output of a microbatch cannot be merged for the whole `batch`. Outputs that depend
-        only on parameters and on leaves that each microbatch has in full can be merged."""
+        """Raise UsageError if an output of a microbatch cannot be merged for the whole `batch`. Outputs can be merged
+        if they depend only on parameters and on leaves that each microbatch has in full."""
         for path, use, spec in flow.outputs if self.needed else ():
             if self._takes(path) and not _is_loss(use, spec, flow):
                 is_computed = bool(use.values or use.hidden or use.inputs & batch.parted)
@@ -228,7 +228,7 @@ class Outputs:
 
     def _refuse_lists(self, named: Sequence[tuple[str, Any]], flow: Dataflow) -> None:
         """Raise UsageError if the output's structure differs between microbatches, or if the output contains a list
-        with one entry per sample. `named` are the leaves of the first output, with their names."""
+        with one entry per sample. `named` contains the leaves of the first output, with their names."""
         if len({str(tree_flatten(output)[1]) for output in self.kept}) > 1:
             raise _unmergeable("(its structure)", "differs between microbatches")
         rows = self._batches[0].rows
@@ -240,7 +240,7 @@ class Outputs:
 
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
         """Merge an output's tensors of all microbatches along the batch dimension `dim`, with the samples in their
-        original order. Positions that were removed from a microbatch as padding are zeros."""
+        original order. Positions that were removed from a microbatch as padding are filled with zeros."""
         selections = [batch.selection for batch in self._batches if batch.selection is not None]
         if not selections:
             return torch.cat(list(column), dim)

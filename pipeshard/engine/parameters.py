@@ -103,7 +103,7 @@ class HeldParameters:
         """Initialize the parameters in `names` that this rank holds, using `rule` and `seed`."""
         weights = [self.weights[name] for name in names if name in self.weights]
         shaped = [weight for weight in weights if not weight.plain]
-        with kept_tied(self.model):  # unsharded and in fp32, as in the unsplit model
+        with kept_tied(self.model):  # initialize unsharded fp32 parameters, as in the unsplit model
             for weight in shaped:
                 whole = torch.empty(weight.parameter.shape, device=weight.parameter.device)
                 put_parameter(self.model, weight.name, nn.Parameter(whole, weight.parameter.requires_grad))

@@ -212,8 +212,8 @@ class Ragged:
 
     def padded(self, batch: Batch) -> list[Batch]:
         """Return the batch with padding appended (25 % more positions), so that every microbatch has padding to remove.
-        For models that do not run with so many positions, also return a batch in which padding replaces the last 25 %
-        of the positions, unless the batch contains answer positions or nothing marks its padding. In a batch that is
+        For models that cannot run with more positions, also return a batch in which padding replaces the last 25 % of
+        the positions, unless the batch contains answer positions or nothing marks its padding. In a batch that is
         padded on the left, the replaced positions are tokens, and may have all labels."""
         sides = self._sides(batch)
         sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}

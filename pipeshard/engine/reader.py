@@ -53,7 +53,7 @@ def digest_tensors(tensors: Iterable[Tensor], is_sampled: Callable[[Tensor], boo
 
 
 def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
-    """The content of a leaf for a digest; with `is_sample`, a sample of the values of a large tensor."""
+    """The content of a leaf for a digest. With `is_sample`, only a sample of the values of a large tensor."""
     if not isinstance(leaf, Tensor):
         return text(leaf).encode()
     values = leaf.detach().reshape(-1)
@@ -160,7 +160,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
 
 
 class Reader:
-    """Reads batches for a model. `cut` splits batches into microbatches; `cuts()` returns whether a batch may have
+    """Reads batches for a model. `cut` splits batches into microbatches. `cuts()` returns whether a batch may have
     several microbatches."""
 
     def __init__(

@@ -100,7 +100,7 @@ def uncompiled(model: nn.Module, warns: bool = True) -> nn.Module:
                     f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the model "
                     f"without this wrapper (and without accelerator.prepare); {instead}"
                 )
-    for name, module in model.named_modules():  # after the refusal of quantized layers, whose models have such hooks
+    for name, module in model.named_modules():  # after the check for quantized layers, whose models have these hooks
         if hook := vars(module).get("_hf_hook"):
             raise ConfigurationError(
                 f"{name or 'the model'} has accelerate's hook {type(hook).__name__}, as with "
@@ -123,14 +123,14 @@ def refuse_default_device() -> None:
 
 
 def differing(config: PipelineConfig, other: PipelineConfig) -> str | None:
-    """The name of the first argument that differs, or None."""
+    """Return the name of the first argument that differs between two configs, or None."""
     texts, others = texts_of(config.of_all_ranks), texts_of(other.of_all_ranks)
     return next((name for name in texts if texts[name] != others[name]), None)
 
 
 def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
-    """Raise ConfigurationError if a boosted model is boosted again by a plugin with different arguments, which would
-    have no effect."""
+    """Raise ConfigurationError if a boosted model is boosted again by a plugin with different arguments, since these
+    arguments would have no effect."""
     if (name := differing(config, other)) is not None:
         raise ConfigurationError(
             f"this model was boosted with {name}={getattr(config, name)!r}, but the plugin of this call has "
@@ -228,8 +228,8 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module], is_boosted: bool = True) -> None:
-    """Raise an error if a module that contains units (one of `around`) recomputes its forward: a UsageError if
-    recomputation may have been enabled after boost, otherwise a ConfigurationError."""
+    """Raise an error if a module in `around`, which contains units, recomputes its forward. Raises UsageError if
+    recomputation may have been enabled after boost (`is_boosted`), and ConfigurationError otherwise."""
     whole = next(filter(recomputes, around), None)
     if whole is None:
         return

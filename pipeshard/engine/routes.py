@@ -69,7 +69,7 @@ class Routes:
         return self._sliced[key]
 
     def _warn_of_prevented(self, flow: Dataflow, stages: Sequence[int]) -> None:
-        """Warn, on the first rank, if units of any rank are not recomputed because they leave values at places."""
+        """Warn, on the first rank, if units of any rank are not recomputed because they store values at places."""
         if dist.is_initialized() and dist.get_rank() > 0:
             return
         units, prevented = self.policy.units, set[int]()

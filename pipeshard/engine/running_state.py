@@ -95,8 +95,8 @@ class Carry:
 
 
 def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
-    """Whether a rank with one stage can leave the state at a place in the model. Tensors must be carried if there are
-    several forwards, since a backward may need a value that a later forward overwrites."""
+    """Whether a rank with one stage can leave a place's state in the model instead of carrying it. Tensors must be
+    carried if there are several forwards, since a backward may need a value that a later forward overwrites."""
     if place.kind == "tensor" and not has_one_forward:
         return False
     return place.until == -1 or place.name not in route.spoiled
@@ -142,7 +142,7 @@ def _statistics(module: BatchNorm) -> list[Tensor]:
 
 
 def _runs_next(replay: Replay) -> bool:
-    """Whether the module that is being called runs: a unit of the current stage, or a module inside one."""
+    """Whether the module that is being called computes, as a unit of the current stage or inside such a unit."""
     run = replay.active
     return run is None or run.inside or all(step.held for step in run.route.steps[run.next : run.next + 1])
 

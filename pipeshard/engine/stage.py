@@ -125,8 +125,8 @@ class Microbatch:
 class Saved:
     """The state of a forward that its backward needs: the inputs whose gradients are sent back (`entered`), the other
     inputs that require a gradient (`others`), the autograd root of each output (`left`; None without a graph), and the
-    `loss`. The outputs themselves are freed after they are sent. `carried` are the states that a slice has passed to
-    later slices."""
+    `loss`. The outputs themselves are freed after they are sent. `carried` contains the states that a slice has passed
+    to later slices."""
 
     entered: list[Tensor]
     others: list[tuple[Value, Tensor]]
@@ -183,7 +183,7 @@ class Stage:
         self.loss: Tensor | None = None
         self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
-        # by input, whether it has received a gradient so far
+        # whether each input has received a gradient so far
         self.reached: dict[tuple[Dataflow, Value], bool] = {}
         self.remaining = len(microbatches)  # backwards still to run
 

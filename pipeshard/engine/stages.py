@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Stage)
 
 class Stages:
     """The stages of this rank, and the objects that they share: the Deferral of weight gradients, the Carry of running
-    state and the Offload of activations. `held` are the parameters of this rank, by name."""
+    state and the Offload of activations. `held` contains the parameters of this rank, by name."""
 
     def __init__(
         self,

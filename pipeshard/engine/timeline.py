@@ -18,7 +18,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.schedule.program import Action
 from pipeshard.schedule.simulate import Span
 
-MAX_AHEAD = 3  # compute actions that a host may be ahead of its GPU
+MAX_AHEAD = 3  # the largest number of compute actions by which a host may be ahead of its GPU
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ class Doubt(NamedTuple):
 
 class Traces:
     """Caches a Dataflow for each kind of batch, its `routes` through this rank's stages, and the loss shares of its
-    microbatches (`losses`). `seen` are the Dataflows whose outputs were checked."""
+    microbatches (`losses`). `seen` contains the Dataflows whose outputs were checked."""
 
     def __init__(
         self,
@@ -226,8 +226,8 @@ class Traces:
         grid: Grid,
         found: FoundWays | None,
     ) -> FoundWays | None:
-        """Find equal ways for microbatches if ranks have found different ways, or a rank has found none (`found` is
-        None). Call it on all ranks.
+        """Find equal ways for microbatches if ranks have found different ways, or if a rank has found no ways
+        (`found` is None). Call it on all ranks.
 
         Ranks send each other the values on which ways depend, and trace the batches again. Raises TraceError on all
         ranks if the values that cross a cut, or a number that a unit returns or leaves in an attribute, still differ.

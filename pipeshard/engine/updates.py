@@ -39,7 +39,7 @@ TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are 
 CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors
 COARSE = 4e-3  # the same for factors of gradients whose values are rounded by more than NEAR (bf16)
 CLEARED, GONE = "optimizer {} was cleared", "gradients of optimizer {} are gone"  # keys of `Told.dropped`
-Options = dict[tuple[int, int], dict[str, Any]]  # of each group, by the indices of its optimizer and of the group
+Options = dict[tuple[int, int], dict[str, Any]]  # each group's options, by (index of the optimizer, index of the group)
 
 
 class Grouped(Protocol):
@@ -118,8 +118,8 @@ def _some(parameter: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor, rounding: float) -> float | None:
-    """Return the positive factor, below LARGEST, by which `before` must be multiplied to get `after`, or None if there
-    is no such factor. The values have a relative error of up to `rounding`. If there are too few values to average out
+    """Return the positive factor, below LARGEST, by which `before` must be multiplied to get `after`, or None if no
+    such factor exists. The values have a relative error of up to `rounding`. If there are too few values to average out
     this error, return None."""
     ratios = (after / before)[before != 0]
     factor = float(ratios.mean())
@@ -160,7 +160,7 @@ class Updates:
         self._told: float | None = None  # the factor of the last update, if it used the current gradients
         self._is_used = False  # whether an update has used the current gradients
         self._has_hooks = False  # whether the optimizer of such an update has hooks, which may multiply its gradients
-        self._tolerance = NEAR  # of factors, for the coarsest gradients that a loop or a hook has changed so far
+        self._tolerance = NEAR  # for factors of the coarsest gradients that a loop or a hook has changed so far
         self._stepped: Options = {}  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
         self._has_told = False
@@ -198,7 +198,7 @@ class Updates:
         self._added = None
 
     def cleared(self, optimizer: Grouped | None, to_none: bool) -> None:
-        """Record a call of zero_grad: of an optimizer or, with None, of the model."""
+        """Record a call of the zero_grad method of an optimizer or, if `optimizer` is None, of the model."""
         self._has_cleared = True
         of = {number for number, each in self.in_use().items() if optimizer in (None, each)}
         self._cleared |= of if to_none else set()
@@ -395,7 +395,7 @@ def warn_of_ranks(told: Sequence[Sequence[Mapping[str, Any]]], kind: type[Optimi
 
 
 def drops_problem(told: Sequence[Told], named: Any) -> str:
-    """A message if one rank has cleared its gradients and another rank has kept them, otherwise ""."""
+    """Return a message if one rank has cleared its gradients and another rank has kept its gradients, otherwise ""."""
     first: dict[tuple[int, str], tuple[int, bool]] = {}  # by update and key: the first rank, and what it reports
     for rank, each in enumerate(told):
         for update, dropped in enumerate(each.dropped):
@@ -408,7 +408,7 @@ def drops_problem(told: Sequence[Told], named: Any) -> str:
 
 
 def numbers_problem(told: Sequence[Told], named: Any) -> str:
-    """A message if the numbers that the loop has used in writes differ between ranks, otherwise ""."""
+    """Return a message if the numbers that the loop has used in writes differ between ranks, otherwise ""."""
     having = [(rank, each.numbered) for rank, each in enumerate(told) if each.numbered]
     written = [sorted({round(value, 6) for values in numbered.values() for value in values}) for _, numbered in having]
     other = next((k for k, values in enumerate(written) if not _is_close(tuple(values), tuple(written[0]))), 0)
@@ -471,5 +471,5 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def is_sampled(count: int) -> bool:
-    """Whether an expensive check runs after `count` steps: if `count` is less than FIRST, or a power of two."""
+    """Whether an expensive check runs after `count` steps: it runs if `count` < FIRST or `count` is a power of two."""
     return count < FIRST or count & (count - 1) == 0

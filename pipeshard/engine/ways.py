@@ -177,7 +177,7 @@ def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: C
 
 
 def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[int], str]) -> str:
-    """A message about the first line that differs between these ranks, or "" if there is none."""
+    """Return a message about the first line that differs between these ranks, or "" if no line differs."""
     first = ranks[0]
     for i, lines in enumerate(every[first].lines):
         for rank in ranks[1:]:

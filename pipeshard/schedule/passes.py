@@ -57,7 +57,7 @@ def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -
             edges[program.placement[source]].append((sent, _one_early(actions, k), Action(message, i, stage)))
     posts: list[list[Action]] = [[] for _ in actions]
     for source in sorted(edges, reverse=True):
-        earliest = len(actions)  # of the receives of later messages
+        earliest = len(actions)  # the earliest slot of the receives of later messages
         for _, slot, receive in sorted(edges[source], reverse=True):
             earliest = min(earliest, slot)
             posts[earliest].insert(0, receive)

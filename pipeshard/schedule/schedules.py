@@ -130,8 +130,8 @@ def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Progr
     rank has 6 actions per microbatch.
 
     Each stage follows the previous stage after 1 unit down the ranks, and after `up` units on the way back. `turns`
-    are the units from F to F on the last rank, from F to B on the first rank, and from B to B on the last rank. Each W
-    runs at the earliest free time.
+    contains the times from F to F on the last rank, from F to B on the first rank, and from B to B on the last rank.
+    Each W runs at the earliest free time.
     """
     bottom = p - 1 + turns[0]
     top = bottom + up * (p - 1) + turns[1]

@@ -25,7 +25,7 @@ F, B, W = Kind.F, Kind.B, Kind.W
 class StageCosts(NamedTuple):
     """The stages of a pipeline. All fields except `room` have one entry per stage: the stage's rank, the costs of its
     F, B and W, the memory that a microbatch takes from its F to its last action, and the durations of two messages (the
-    stage's input, and the gradients that the stage sends back). `room` is each rank's memory for microbatches;
+    stage's input, and the gradients that the stage sends back). `room` is each rank's memory for microbatches.
     `scheduled` requires enough for at least one microbatch. A stage whose weight cost is 0 has no W."""
 
     placement: tuple[int, ...]
@@ -42,11 +42,11 @@ def estimate(work: StageCosts, m: int, tightness: float = 1.0, most: float = mat
     """Estimate the time of a step of m microbatches. Returns the time of the slowest rank, and the sum of the squared
     times of all ranks. If a rank takes longer than `most`, both numbers are infinite.
 
-    A rank is idle until its first input arrives, and from its last B to the end of the step. It is also idle if it runs
-    out of other work before the first input of a later stage or the first gradient arrives. Memory limits this other
-    work and the number of microbatches in flight: `tightness` is the memory that microbatches take, relative to a step
-    in which no action waits. If ranks have too little memory for one microbatch, the time is infinite, and the second
-    number is the missing memory.
+    A rank is idle until its first input arrives, and from its last B to the end of the step. A rank is also idle if it
+    runs out of other work before the first input of a later stage or the first gradient arrives. Memory limits this
+    other work and the number of microbatches in flight. `tightness` is the memory that microbatches take, relative to a
+    step in which no action waits. If ranks have too little memory for one microbatch, the time is infinite, and the
+    second number is the missing memory.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
     starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # when a microbatch's F can start

@@ -168,7 +168,7 @@ class _Run:
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
         self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
         # Nested by kind and stage: a lookup takes half as long as with a tuple key. `times` is also nested by
-        # microbatch, and contains the end of a compute action or the arrival of a message; infinite until then.
+        # microbatch, and contains the end of a compute action or the arrival of a message, or infinity until then.
         stages, m = range(len(program.placement)), program.num_microbatches
         self.times = {kind: [[math.inf] * m for _ in stages] for kind in Kind}
         self.split = {action[1:] for actions in program.ranks for action in actions if action.kind is Kind.W}
