@@ -59,8 +59,8 @@ class Whole:
                 output = pipeline.model(*args, **kwargs)
             elif args and kwargs:
                 raise UsageError(
-                    "model(...) got positional and keyword arguments, but with precision='bf16' or 'fp16' it accepts "
-                    "only one of the two kinds: pass all arguments by keyword"
+                    "model(...) got both positional and keyword arguments, but with precision='bf16' or 'fp16' it "
+                    "accepts only one kind: pass all arguments by keyword"
                 )
             else:
                 batch = replace(read_batch(pipeline.model, kwargs or args), taken=None)

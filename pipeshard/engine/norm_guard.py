@@ -115,7 +115,7 @@ NORM_GUARD = NormGuard()
 def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:
     grid = gradients.grid
     if elsewhere in gradients.weights:  # with ZeRO, all replicas hold it
-        own, other, kind = f"that replica {grid.replica} of {grid.dp_size} updates", "updates", "replica"
+        own, other, kind = f"of weights that replica {grid.replica} of {grid.dp_size} updates", "updates", "replica"
     else:
         own, other, kind = f"of rank {grid.stage} of {grid.pp_size} in its pipeline", "holds", "rank"
     return (

@@ -130,7 +130,7 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def rounds_at_random(optimizer: Optimizer) -> bool:
-    """Whether an optimizer, such as one of torchao's, rounds updates of bf16 parameters stochastically."""
+    """Whether an optimizer (for example, from torchao) rounds updates of bf16 parameters stochastically."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     is_asked = bool(getattr(optimizer, "bf16_stochastic_round", False))
     return is_asked and any(parameter.dtype is torch.bfloat16 for parameter in parameters)
@@ -218,7 +218,7 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
 def _tiny(optimizer: Optimizer, sliced: bool, few: int | None, by_kind: bool) -> dict[Index, Tensor]:
     """Return small random tensors for the first `few` parameters of each group (None: all) or, with `by_kind`, of each
     kind in each group. With `sliced`, only parameters with several rows are included. Tensors of one kind follow each
-    other, so that each half has some."""
+    other, so that each half contains some of them."""
     kinds: dict[tuple[Any, ...], dict[Index, list[int]]] = {}
     for k, group in enumerate(optimizer.param_groups):
         counts = Counter[tuple[Any, ...]]()

@@ -230,7 +230,7 @@ class Traces:
         (`found` is None). Call it on all ranks.
 
         Ranks send each other the values on which ways depend, and trace the batches again. Raises TraceError on all
-        ranks if the values that cross a cut, or a number that a unit returns or leaves in an attribute, still differ.
+        ranks if the values that cross a cut, or a number that a unit returns or stores in an attribute, still differ.
         """
         size = grid.size // grid.dp_size
         ranks = range(grid.replica * size, grid.replica * size + size)

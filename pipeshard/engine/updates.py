@@ -1,9 +1,9 @@
 """Updates: compares optimizer updates across ranks, since all stages of a model must be updated in the same way.
 
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
-Stages would then silently train differently. So ranks compare the options of the optimizers' groups, and the factor by
-which the loop on each rank has multiplied all gradients of that rank. The first updates of a model are compared before
-they change a parameter. Later updates are compared in the first message of the next step.
+Stages would then silently train differently. Ranks therefore compare the options of the optimizers' groups, and the
+factor by which the loop on each rank has multiplied all gradients of that rank. Ranks compare the first updates of a
+model before these change a parameter, and later updates in the first message of the next step.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ OTHER = -1  # the integer that is sent for a missing factor
 LARGEST = 2.0**20  # only smaller factors are compared
 TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
 CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors
-COARSE = 4e-3  # the same for factors of gradients whose values are rounded by more than NEAR (bf16)
+COARSE = 4e-3  # the tolerance for factors of gradients whose values are rounded by more than NEAR (bf16)
 CLEARED, GONE = "optimizer {} was cleared", "gradients of optimizer {} are gone"  # keys of `Told.dropped`
 Options = dict[tuple[int, int], dict[str, Any]]  # each group's options, by (index of the optimizer, index of the group)
 
 
 class Grouped(Protocol):
-    """The attributes of a boosted optimizer that are used here; see `PipelineOptimizer`."""
+    """The attributes of a `PipelineOptimizer` that this module uses."""
 
     optim: Optimizer
     weights: Any  # dict[str, MasterWeight]
@@ -61,7 +61,7 @@ class Told(NamedTuple):
         factor: the factor by which the loop has multiplied the gradients, or None if the gradients were changed in
             another way, or do not exist.
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
-        numbered: by parameter, the numbers used in writes after the loop, or an optimizer, had read several
+        numbered: by parameter, the numbers that the loop or an optimizer has used in writes after it had read several
             parameters (engine/coupling.py).
         dropped: one dict for each update since the last step, and one for the current state: whether the loop has
             cleared each optimizer, and whether the gradients of each optimizer with gradients on the rank are gone.
@@ -147,7 +147,7 @@ class Updates:
         self.optimizers: list[weakref.ref[Grouped]] = []
         self.count = 0
         self.found, self.numbered = "", dict[str, set[float]]()
-        self.drawn = self._noise = ""  # `_noise`: `drawn` of changes that no factor explains, until ranks compare it
+        self.drawn = self._noise = ""  # `_noise`: `drawn` for changes that no factor explains, until ranks compare it
         self.evaluated = self._has_added = False  # `_has_added`: whether gradients were added since the last update
         self._graded: dict[int, list[Tensor]] = {}  # by optimizer: the parameters with gradients from the last step
         self._dropped: tuple[dict[str, bool], ...] = ()  # `_drops` at each update since then

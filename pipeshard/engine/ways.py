@@ -5,7 +5,7 @@ cannot run on shapes alone is traced with values, and the parameters that anothe
 or a number that the unit returns depends on such values, ranks find different ways. At the beginning of every step,
 ranks therefore compare a number that identifies their ways. If the numbers differ, ranks send each other the small
 tensors of the units that were traced with values, and trace again. They then compare, line by line, the values that
-cross cuts and the numbers that units leave in attributes.
+cross cuts and the numbers that units store in attributes.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes,
 SHOWN = 400  # characters of a value in an error
 ROUNDS = 8  # rounds of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
-    "A size, a number that a unit returns or leaves in an attribute, or whether a result has a gradient depends on the "
+    "A size, a number that a unit returns or stores in an attribute, or whether a result has a gradient depends on the "
     "values of the unit's parameters or buffers, which only one stage has, or on parameters that a unit freezes in its "
     "forward. Make the size or number depend on an attribute or the config (self.keep = 4), return a tensor of a fixed "
     "size and a mask, detach a result in every forward or in none, freeze and unfreeze parameters between steps, or "
@@ -134,7 +134,7 @@ def _attributes_of(way: Way, stages: Sequence[int]) -> Iterator[Line]:
     for index, call in enumerate(flow.calls):
         for place, numbers in observed_far(flow, index, stages):
             if values := [_is_value(leaf, deltas) for _, leaf in _constants_at(call, numbers or ())]:
-                what = f"{format_path(place[1:])}, which unit {call.unit} (call {index}) leaves,"
+                what = f"{format_path(place[1:])}, which unit {call.unit} (call {index}) stores,"
                 yield Line(what, ", ".join(values), is_left=True)
     left = {(call.unit, part.source.place) for call in flow.calls for part in call.parts}
     of_units = {call.unit: stage for call, stage in zip(flow.calls, stages, strict=True)}

@@ -247,7 +247,7 @@ def test_an_entry_that_one_rank_has_is_refused_with_a_remedy(pool: Pool) -> None
     """A loop put a boosted teacher's outputs into the student's batch, where there were any: on the last stage's rank.
     The error advised seeds and samplers."""
     for message in pool.run_expecting(BatchError, taught_on_the_last_rank, 2):
-        assert "must be broadcast to the other ranks" in message
+        assert "broadcast the entry to the other ranks" in message
 
 
 def loss_of_one_rank() -> list[str]:

@@ -93,7 +93,7 @@ def test_other_numbers_in_attributes_are_an_error_on_all_ranks(pool: Pool) -> No
     """A layer left 2 in an attribute, as its weights are not zero, and 1 on the stages that do not have them."""
     first, second = pool.run(other_attributes, 2)
     assert first == second
-    assert "mark, which unit layers.0 (call 1) leaves, is 2 in the trace on rank 0 (stage 0), but is 1 on" in first
+    assert "mark, which unit layers.0 (call 1) stores, is 2 in the trace on rank 0 (stage 0), but is 1 on" in first
 
 
 def collectives_of_steps(make: Callable[[], torch.nn.Module]) -> tuple[list[int], list[int]]:
