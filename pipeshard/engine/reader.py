@@ -147,8 +147,8 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             "DataLoader must not shard the data across stages (as DistributedSampler does by default, or accelerate's "
             "own Accelerator). If it shuffles, or if its dataset or collator uses random numbers, use the same seed on "
             "all ranks, for example with transformers.set_seed(0). A `datasets` stream needs shuffle(..., seed=0). If "
-            "only one rank has an entry, broadcast the entry to the other ranks: the outputs of another boosted model, for "
-            "instance, exist only on the rank of its last stage (docs/training.md has an example)"
+            "only one rank has an entry, broadcast the entry to the other ranks: the outputs of another boosted model, "
+            "for example, exist only on the rank of its last stage (docs/training.md has an example)"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)
