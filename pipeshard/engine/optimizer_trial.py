@@ -2,10 +2,10 @@
 
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
 compute different updates on every stage. For the optimizers of torch, bitsandbytes and torchao, the result is known
-without a trial. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each half,
-and the trial compares the updates. Since an optimizer may begin to couple parameters later, some of its updates in
-training are watched (engine/coupling.py). An optimizer that calls a collective of all ranks in the trial is refused,
-since each rank updates different parameters in a step.
+without a trial. The trial runs any other optimizer on tiny parameters, once on all of these parameters and once on each
+half, and compares the updates. Since an optimizer may begin to couple parameters later, some of its updates in training
+are watched (engine/coupling.py). An optimizer that calls a collective of all ranks in the trial is refused, since each
+rank updates different parameters in a step.
 """
 
 import copy
@@ -35,7 +35,7 @@ from pipeshard.graph.rng import seeded
 logger = logging.getLogger("pipeshard")
 FEW = 2  # parameters per group in the first trial, and per kind and group in the second trial
 SIZE, SPARED = 4, 0.02  # the largest dimension of a tiny parameter, and the largest allowed gap
-SCALES = (1.0, 100.0, 0.01) + (1.0,) * 6 + (1000.0,)  # of each step's gradients; the last exceeds any earlier mean
+SCALES = (1.0, 100.0, 0.01) + (1.0,) * 6 + (1000.0,)  # gradient scales by step; the last exceeds any earlier mean
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # attributes that schedulers, or an earlier boost, may set
 SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
 KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules whose optimizers do not couple parameters

@@ -93,7 +93,7 @@ def converted(key: str, value: Any, before: Tensor, weight: MasterWeight, group:
         return value
     is_like = value.shape == before.shape
     dtype = weight.master.dtype if is_like and value.dtype is before.dtype else value.dtype
-    # The devices alone do not decide this, since boost has moved `before` without its states: all may be on the host.
+    # Devices alone do not decide this: boost has moved `before` without its states, which may all be on the host.
     is_on_host = key == "step" and value.device != before.device and not (group.get("fused") or group.get("capturable"))
     value = value.to(value.device if is_on_host else weight.master.device, dtype)
     return slice_like(value, weight.parameter) if is_like and before.shape == weight.parameter.shape else value

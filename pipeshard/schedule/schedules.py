@@ -44,7 +44,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
     rank 2  .... .... F0@2 F1@2 F2@2 F0@5 B0@5 F1@5 B1@5 F2@5 B2@5 B0@2 B1@2 B2@2 .... ....
 
     A rank runs p microbatches through one chunk, then through its next chunk. F and B are the times of all chunks of a
-    rank together. If p divides m, the bubble is (p-1)(F+B)/v. Rank r then keeps 2(p-r-1) + (v-1)p + 1 activations of a
+    rank together. If p divides m, the bubble is (p-1)(F+B)/v, and rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a
     stage, but at most vm.
     """
 
