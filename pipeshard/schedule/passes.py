@@ -108,7 +108,7 @@ def _last_forward(actions: Sequence[Action]) -> int:
 
 def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
     """Yield `actions` with a W right after each whole B whose index exceeds `after`. If a program `sent` is passed, a W
-    is added only if this program sends the gradient of the B to another rank."""
+    is added only if the gradient of the B is sent to another rank in this program."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
     for k, action in enumerate(actions):
         kind, i, stage = action

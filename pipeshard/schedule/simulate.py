@@ -93,8 +93,8 @@ def simulate(
     that a stage sends back (by default `latency`): one number, or one per stage.
 
     Raises DeadlockError if the program cannot finish (the error then lists the waiting ranks and their messages), or if
-    two ranks post the messages between them in different orders. Raises ConfigurationError for costs that are negative,
-    infinite or not one per stage.
+    a rank receives another rank's messages in a different order than they are sent. Raises ConfigurationError for costs
+    that are negative, infinite or not one per stage.
     """
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}

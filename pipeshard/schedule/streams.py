@@ -26,7 +26,7 @@ def add_ordered_communication(program: Program) -> Program:
 
         RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
 
-    Raises ConfigurationError if the program already has communication, and DeadlockError if the program cannot finish.
+    Raises ConfigurationError if the program already has communication, and DeadlockError if it cannot finish.
     """
     if program.has_communication:
         raise ConfigurationError(f"program {program.name!r} already has communication")
