@@ -1,8 +1,8 @@
 """Norm guard: raises UsageError if torch clips incomplete, sharded or scaled gradients, or computes their norm.
 
 `torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of only this stage. While a boosted model is alive,
-the guard patches torch's functions in place, so it also works if a loop, a hook or a library has already imported the
-functions. A single tensor, or some of a stage's parameters, can be clipped as usual.
+the guard patches torch's functions in place, so it also works if a loop, a hook or a library has already imported
+them. A single tensor, or some of a stage's parameters, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence

@@ -200,8 +200,8 @@ class Offload:
         return SavedTensor(tensor, None if is_shared else self._block(holding, local(tensor)))
 
     def _is_shared_cast(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the first cast of a weight in this step, which autocast's cache returns to later
-        forwards. The cache does not keep any other cast of the weight, which belongs to one forward."""
+        """Whether a tensor is the first cast of a weight in this step. Later forwards either get this cast from
+        autocast's cache, or make their own cast, which the cache does not keep."""
         if (weight := cast_weight(tensor)) is None:
             return False
         storage = StorageWeakRef(local(tensor).untyped_storage())

@@ -364,7 +364,7 @@ class PipelineOptimizer(Optimizer):
         with self.gradients.coupling.paused(), together:
             self.copies.follow(adopts=True)
             self._narrow()
-            self.complete(w for w in self.weights.values() if w.parameter.requires_grad)  # may have been frozen
+            self.complete(w for w in self.weights.values() if w.parameter.requires_grad)  # some may be newly unfrozen
             if closure is None:
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:

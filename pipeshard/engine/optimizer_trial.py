@@ -34,8 +34,8 @@ from pipeshard.graph.rng import seeded
 
 logger = logging.getLogger("pipeshard")
 FEW = 2  # parameters per group in the first trial, and per kind and group in the second trial
-SIZE, SPARED = 4, 0.02  # the largest dimension of a tiny parameter, and the largest allowed gap
-SCALES = (1.0, 100.0, 0.01) + (1.0,) * 6 + (1000.0,)  # gradient scales by step; the last exceeds any earlier mean
+SIZE, SPARED = 4, 0.02  # the largest size of a tiny parameter's dimensions, and the largest allowed gap
+SCALES = (1.0, 100.0, 0.01) + (1.0,) * 6 + (1000.0,)  # gradient scales by step; the last exceeds any mean so far
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # attributes that schedulers, or an earlier boost, may set
 SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
 KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules whose optimizers do not couple parameters

@@ -186,7 +186,7 @@ class HeldParameters:
         """Return error messages about hooks that would not run or would receive only a part of a gradient, about
         modified partial gradients, and about unfrozen shards whose dtype FSDP cannot reduce. `is_whole` means that a
         step has one microbatch and no slices. Warns once about gradient hooks, since a hook that runs on each
-        microbatch's gradient is exact only if the hook is linear."""
+        microbatch's gradient is exact only if it is linear."""
         problems = self.sync.problems() + [
             f"{name} has a gradient hook that would not run: {why}. Remove the hook, and modify the gradient between "
             "execute_pipeline and optimizer.step"

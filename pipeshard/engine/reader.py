@@ -94,8 +94,8 @@ class Agreement(NamedTuple):
     """The result of comparing all ranks' reports. `seed` is the first rank's seed, which all ranks use for random
     numbers. `parts` contains the number of microbatches of each replica, and `news` is the bitwise OR of all ranks'
     `news`. `alike` is True if the ranks of each replica have the same ways, and `updated_alike` if the last updates of
-    all ranks had the same options and factors. `repeated` contains the replicas whose batches another replica has also
-    read."""
+    all ranks had the same options and factors. `repeated` contains the replicas that read the same batches as another
+    replica."""
 
     seed: int
     parts: list[int]

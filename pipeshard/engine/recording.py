@@ -35,7 +35,7 @@ class Recording(Timetable):
         spans: the compute actions of each rank.
         waited: `waited[r][q]` is the time that rank r waited for messages from rank q.
         step: the number of the step, from 0.
-        memory: the peak memory of each rank so far, in bytes: allocated on its GPU, or used by its process on a CPU.
+        memory: the peak memory of each rank so far, in bytes: allocated on its GPU or, on a CPU, used by its process.
         samples: the number of samples in the step, summed over the replicas.
         tokens: the number of elements of `input_ids` in these samples, or 0 without `input_ids`.
     """

@@ -94,7 +94,8 @@ class Routes:
                     f"the model reads {released[0]} outside its unit on stage {stage}, which does not hold this "
                     "parameter, unlike in the trace of boost. If this depends on the batch, pass dry_run_input=<a "
                     "batch of this kind> to PipelinePlugin. If it depends on the mode (train or eval) or an attribute, "
-                    "read the parameter for every mode and value, or use one stage (pp_size=1)"
+                    "read the parameter in both modes and for every value of the attribute, or use one stage "
+                    "(pp_size=1)"
                 )
 
 

@@ -323,8 +323,8 @@ class Stage:
         loss, count = sum_and_count(output, in_step(self.criterion), microbatch.batch)
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
-                "the criterion returned two tensors, (sum, count), but the count, a divisor, requires a gradient: "
-                "return the sum of several losses as one tensor, or detach the count"
+                "the second tensor that the criterion returned is read as the count of (sum, count), a divisor, but it "
+                "requires a gradient: return the sum of several losses as one tensor, or detach the count"
             )
         if self.train and loss is not None and self.criterion is not None:
             self._refuse_foreign(loss, output, received)

@@ -1,8 +1,8 @@
 """Traces: caches the traces of all batches so far, and plans the microbatches of a step.
 
 A trace takes longer than a step of a small model, so traces are cached. For a batch of other sizes, shapes are computed
-from a cached trace. The model is traced again if the batch has another structure, if a flag of the model has changed,
-or if a glue branch that depends on values of the batch has another outcome.
+from a cached trace. The model is traced again if the batch has a different structure, if a flag of the model has
+changed, or if a glue branch that depends on values of the batch has a different outcome.
 """
 
 import logging

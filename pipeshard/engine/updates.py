@@ -3,7 +3,7 @@
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
 Stages would then silently train differently. Ranks therefore compare the options of the optimizers' groups, and the
 factor by which the loop on each rank has multiplied all gradients of that rank. Ranks compare the first updates of a
-model before these change a parameter, and later updates in the first message of the next step.
+model before any parameter changes, and later updates in the first message of the next step.
 """
 
 import hashlib
@@ -355,7 +355,7 @@ EVALUATED = (
 NUMBERED = (
     "This is exact if these numbers are constants, and wrong if they are computed from gradients or weights. Each rank "
     "has only the gradients and weights of its stage. Sum the numbers over the ranks with torch.distributed.all_reduce "
-    "or use optimizer.get_grad_norm(). If an optimizer clips gradients itself, turn this off and use max_norm"
+    "or use optimizer.get_grad_norm(). If an optimizer clips gradients itself, turn off its clipping and use max_norm"
 )
 
 

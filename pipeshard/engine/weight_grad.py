@@ -195,7 +195,7 @@ class _Deferred:
     def __init__(self, deferral: Deferral, module: nn.Module, kind: Any, plain: Callable[..., Any]) -> None:
         self.deferral, self.module, self.kind, self.plain = deferral, module, kind, plain
         self.is_large_lookup = _is_large_lookup(kind, module)
-        self.is_plain = False  # once True, stays True: a checkpoint's second pass does not run in the first's modes
+        self.is_plain = False  # once True, kept: a checkpoint's second pass does not run in the modes of the first
 
     @property
     def __signature__(self) -> inspect.Signature:
