@@ -62,7 +62,7 @@ def boost_model(
     num_batches: int = 1,
 ) -> tuple[PipelineModel, Criterion | None]:
     """Split a model into stages. Returns this rank's PipelineModel and the criterion. An already boosted model is
-    returned unchanged. A search for a schedule assumes steps of `num_batches` batches."""
+    returned unchanged. With schedule="auto", the search assumes that each step runs `num_batches` batches."""
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
@@ -132,7 +132,7 @@ def boost_model(
 
 
 def _follow_ties(optimizer: Optimizer, pipeline: Pipeline) -> None:
-    """Replace the parameters that boost has tied to others, in an optimizer that was created before boost."""
+    """In an optimizer that was created before boost, replace the parameters that boost has tied to others."""
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = pipeline.gradients.names
     kept = {names[parameter]: parameter for parameter in given if parameter in names}
@@ -143,7 +143,7 @@ def _follow_ties(optimizer: Optimizer, pipeline: Pipeline) -> None:
 def _searched(
     config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch, num_batches: int
 ) -> PipelineConfig:
-    """Search for a schedule and cuts for this model. Returns the config with both, which are the same on every rank."""
+    """Search for this model's schedule and cuts, the same on every rank. Returns the config with the result."""
     p, of_batch = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
     devices = Devices.parse(p, config.memory_limit, limit="memory_limit")
     precision = config.precision if config.lowers else "fp32"

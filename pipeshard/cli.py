@@ -108,11 +108,11 @@ def main() -> None:
     "--ep", "ep_size", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard the experts."
 )
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass.")
-@click.option("--offload", help="What to keep on the host: activations (except of 2 microbatches) | optimizer | both.")
+@click.option("--offload", help="Keep on the host: activations (of all but 2 microbatches) | optimizer | both.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
 @click.option("--lora-targets", metavar="NAMES", help="Layers with adapters: q_proj,v_proj  [default: all linear]")
 @click.option("--quantize", help="Quantize the base weights (requires --lora): nf4 | fp4 | int8.")
-@click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices); uses 1F1B without --schedule.")
+@click.option("--slices", is_flag=True, help="Compare values of num_slices. The default schedule is then 1F1B.")
 @click.option("--tflops", type=float, help="Sustained TFLOP/s of a device, to show times in seconds.")
 @click.option(
     "--link",
@@ -237,7 +237,7 @@ def trace_run(
     draw: str | None,
     json_path: str | None,
 ) -> None:
-    """Run three steps of MODEL with random weights on --pp processes, and show the timeline of the last one.
+    """Run three steps of MODEL with random weights on --pp processes, and show the timeline of the last step.
 
     MODEL and KEY=VALUE are as in `pipeshard plan`. Each process creates only the weights of its own stages.
 
@@ -345,7 +345,7 @@ def verify(
 
 
 def _refuse_options(ctx: click.Context, script: str) -> None:
-    """Raise click.UsageError if an option other than --pp is given: a script sets the others itself."""
+    """Raise click.UsageError if an option other than --pp is given, since a script sets all other options itself."""
     for option in ctx.command.params:
         is_given = ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
         if isinstance(option, click.Option) and option.name != "pp" and is_given:
@@ -365,7 +365,7 @@ def launch(arguments: tuple[str, ...]) -> None:
 
 
 def _trains(kind: str, what: str) -> click.Command:
-    """The command that trains with a TRL Trainer. TRL's parser reads the arguments."""
+    """The command that trains with TRL's Trainer of this `kind`. TRL's parser reads the arguments."""
 
     def run(arguments: tuple[str, ...]) -> None:
         from pipeshard.tuning import main as train

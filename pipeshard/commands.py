@@ -29,8 +29,8 @@ WIDTH = 80
 
 
 def show(plan: Plan, console: Console | None = None, slices: Sequence[InSlices] = (), advice: str = "") -> None:
-    """Print a plan: the stages, the schedules and the recommendation, and the estimates `slices` if there are any.
-    `advice` is how to train with the plan's cuts if they are not those of its partition."""
+    """Print a plan: the stages, the schedules and the recommendation, and the estimates in `slices`, if any. `advice`
+    says how to train with the plan's cuts, if they are not the cuts of the plan's partition."""
     console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan, slices, advice or f"Pass partition={plan.cuts} to PipelinePlugin."):
         console.print(part)
@@ -89,7 +89,7 @@ def _memory(plan: Plan) -> Table:
     for stage in plan.stages:
         sizes = {name: _in(getattr(stage.memory, (parts | rest)[name]), size) for name in kept}
         row = [str(stage.stage), str(stage.rank), *(sizes[name] for name in before)]
-        recomputed = stage.memory.activations - stage.alive * stage.kept  # if the peak is between a B and its W
+        recomputed = stage.memory.activations - stage.alive * stage.kept  # > 0 if the peak is between a B and its W
         more = f"+{_in(recomputed, size)}" if recomputed > 0 else ""
         row += [f"{stage.alive}×{_in(stage.kept, size)}{more}", *(sizes[name] for name in after)]
         table.add_row(*row, _in(stage.memory.total, size), *([_in(stage.memory.host, size)] if hosts else []))
@@ -97,7 +97,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    """One row per stage: the stage's units, times and messages. Sizes are in the byte unit (such as MB) of the
+    """One row per stage: the stage's units, times and messages. Message sizes are in the byte unit (such as MB) of the
     largest message."""
     crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
     table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
@@ -187,7 +187,7 @@ CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # exit codes of `pipes
 
 
 def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:
-    """Run a training script until it calls booster.boost, in one process that replaces all ranks. Returns the proof."""
+    """Run a training script until it calls booster.boost, in one process that acts for all ranks. Returns the proof."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

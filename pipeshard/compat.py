@@ -120,7 +120,7 @@ class PipelineStageManager:
         return self.pg_mesh.get_group_along_axis(self.pipeline_axis, stages)
 
     def switch_model_chunk_id(self, model_chunk_id: int) -> AbstractContextManager[None]:
-        """Context manager in which the methods refer to this chunk."""
+        """Context manager in which this object's methods refer to the given chunk."""
         return replaced(self, model_chunk_id=model_chunk_id)
 
     def distribute_layers(
@@ -128,8 +128,8 @@ class PipelineStageManager:
     ) -> list[int]:
         """The number of layers of each of the p·v virtual stages, in the model's order.
 
-        If the layers do not divide evenly, stages in the middle have one more layer, since the first stage also holds
-        the embedding, and the last stage the head.
+        If the layers do not divide evenly, the stages in the middle get one more layer each, since the first stage also
+        holds the embedding, and the last stage holds the head.
 
         Raises:
             ConfigurationError: if `num_layers` is not the sum of `num_layers_per_stage`.
@@ -263,7 +263,7 @@ def refuse_positional(values: Collection[Any]) -> None:
 
 def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collection[str], warns: bool) -> Schedule:
     """Return `schedule`, or the schedule that `pp_style` names. Raises ConfigurationError if both are set and differ,
-    and for `foreign` arguments that are unknown or not supported. With `warns`, also warns about ignored arguments."""
+    or if `foreign` contains unknown or unsupported arguments. With `warns`, also warns about ignored arguments."""
     style: Schedule = foreign.get("pp_style", schedule)
     if schedule not in ("1f1b", style):
         raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r} differ: pass only one of the two")

@@ -76,12 +76,12 @@ class PipelineConfig:
             for a PipelineTrainer, all three arguments may be omitted.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
             gradients of linear and embedding layers are computed separately, when a stage would otherwise wait.
-            Alternatively, a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns a Program. This
-            Program runs unchanged, except that messages are added. "auto" searches for the cuts, the number of chunks
-            per rank and the order of all actions that minimize this model's step time within `memory_limit`, using
-            the costs of partition="auto" or "profile".
-        memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states. By default, the
-            most memory that a rank needs with "1f1b".
+            Alternatively, pass a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns a Program.
+            pipeshard adds messages to this Program, and otherwise runs it unchanged. "auto" searches for the cuts, the
+            number of chunks per rank and the order of all actions that minimize this model's step time within
+            `memory_limit`, using the costs of partition="auto" or "profile".
+        memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states. The default is
+            the most memory that any rank needs with "1f1b".
         num_slices: the number of slices into which each microbatch is split along its sequence in training. This
             reduces idle time for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
             time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and "1f1b",
@@ -100,8 +100,9 @@ class PipelineConfig:
             `booster.load_model`. A function is called as `fn(module)` or `fn(module, name)` for every module that has
             its own meta parameters. The values depend only on rank 0's seed (`torch.manual_seed`) and on names, not
             on `pp_size`.
-        dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates one of `size`
-            samples; by default the first samples of the dataloader's dataset or, without a dataloader, dummy inputs.
+        dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates a batch of `size`
+            samples. The default is the first samples of the dataloader's dataset or, without a dataloader, dummy
+            inputs.
         shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")], before the
             model is cut. The values of a group's first parameter are kept.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 disables
@@ -132,13 +133,13 @@ class PipelineConfig:
         batch_dims: a dict that maps paths of batch leaves to the batch dimension, if it is not the first (time-major
             inputs), or to None for a leaf that every microbatch receives unsplit. A batch with an undeclared, ambiguous
             leaf raises BatchError.
-        recompute: the unit calls that keep only their inputs and run again in the backward pass: True (all), the
+        recompute: the unit calls that keep only their inputs and run again in the backward pass: True (all calls), a
             fraction of each stage's calls, from 0 to 1 (repeated layers first), or a list of p·v fractions, one per
             stage.
         offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all other
             activations to the host until their backward. "optimizer" keeps the optimizer's states and the master
             weights on the host. Gradients are copied to the host for the optimizer's step, which runs on the CPU, and
-            the updated values are copied back. "both" does both. On a CPU, nothing is copied.
+            the updated values are copied back. "both" combines the two. On a CPU, nothing is copied.
         activation_checkpoint_interval: as an alternative to `recompute`, k > 0 recomputes every k-th unit call of the
             model.
         timeout: the seconds that one action of a step, or one wait for another rank, may take (three times as long
@@ -147,18 +148,18 @@ class PipelineConfig:
             `optimizer.step()` has completed once. A dict sets separate values for a "step", for any "other" call (a
             save, a load, a boost), and for the script's own waits "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
-            faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures
-            then appear as the backend's errors.
+            faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if SIGTERM has no handler). If a
+            rank fails, the other ranks then raise the backend's errors.
         check_finite: check that the loss, sent activations and gradients, and the parameters' gradients and updated
             values are finite. Otherwise, the stage raises NonFiniteError, which names the stage and the first
             non-finite parameter, if any. With "fp16", gradients are not checked, since they may overflow.
-        verify: prove, before the model is cut, that it trains the same when split: in the first process, all stages and
-            the unsplit model take two steps on samples of the batch that is used for tracing. With pp_size=1, the batch
-            in several microbatches is compared with the whole batch. "auto" does this for your own models,
-            criteria and optimizers, for transformers classes that docs/parity.md does not list, and with `num_slices`
-            or `microbatch_tokens`. It stops after 5 seconds (60 with `num_slices` or `microbatch_tokens`, or for a
-            smaller copy, which replaces a model on meta or a model too large for a tenth of the free memory). A
-            difference raises VerificationError.
+        verify: prove, before the model is cut, that the split model trains like the unsplit model. In the first
+            process, all stages and the unsplit model take two steps on samples of the batch that is used for tracing.
+            With pp_size=1, the proof compares the batch in several microbatches with the whole batch. "auto" runs the
+            proof for your own models, criteria and optimizers, for transformers classes that docs/parity.md does not
+            list, and with `num_slices` or `microbatch_tokens`. With "auto", the proof stops after 5 seconds (60 with
+            `num_slices` or `microbatch_tokens`, or for a smaller copy, which replaces a model on meta or a model too
+            large for a tenth of the free memory). A difference raises VerificationError.
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
             instead of once per microbatch. Not supported with `compile`.
 
@@ -279,7 +280,7 @@ class PipelineConfig:
         return self.microbatch_tokens is not None
 
     def slices_of(self, totals: Sequence[int]) -> int:
-        """The number of slices per microbatch; `totals` is the number of positions of each microbatch."""
+        """The number of slices per microbatch. `totals` lists the number of positions of each microbatch."""
         if isinstance(self.num_slices, int):
             return self.num_slices
         return number_of_slices(str(self.schedule), self.pp_size, len(totals), min(totals) // LEAST_OF_SLICE)
@@ -290,13 +291,13 @@ class PipelineConfig:
 
     @property
     def defers(self) -> bool:
-        """Whether weight gradients may be computed separately even if the schedule does not require this. False for
-        compiled units, and with tensor or expert parallelism."""
+        """Whether weight gradients may be computed separately even if the schedule does not require a separate pass.
+        False for compiled units, and with tensor or expert parallelism."""
         return not (self.compile or self.slices_of_stage > 1)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage. Before a search, each rank has one stage."""
+        """The pipeline rank of each stage. With schedule="auto", before the search, each rank has one stage."""
         if self.schedule == AUTO:
             return tuple(range(self.pp_size))
         named = isinstance(self.schedule, str)  # a function may not support a single microbatch
@@ -321,8 +322,8 @@ class PipelineConfig:
         return split_backwards(program) if num_slices > 1 else shorten_cooldown(program)
 
     def settled(self, model: object, criterion: Criterion | None) -> tuple[Cuts, Recompute, Criterion | None]:
-        """The partition, the recomputation and the criterion of a model. If the user has not set one of them, the
-        model's hint is used.
+        """The partition, the recomputation and the criterion of a model. The model's hints replace the arguments that
+        the user has not set.
 
         Raises ConfigurationError for a model that requires a different number of stages.
         """
@@ -423,7 +424,7 @@ class PipelineConfig:
             self._check_slices()
 
     def _check_auto(self) -> None:
-        """Refuse options whose values the search chooses itself, or that the found programs do not support."""
+        """Refuse options whose values the search chooses itself, and options that its programs do not support."""
         for name, default in (
             ("partition", AUTO),
             ("num_model_chunks", 1),

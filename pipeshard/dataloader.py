@@ -2,9 +2,9 @@
 
 All stages of a replica must read the same batches, and the replicas together must read the batches that one process
 would read. torch's DataLoader shuffles with the global generator, and does not save its position.
-DistributedSampler distributes single samples, so the batches depend on the number of replicas. Here, the order depends
-only on the seed and the epoch. `Share` divides the samples of each step among the replicas, and the loader counts the
-batches that were taken.
+DistributedSampler distributes single samples, so the batches depend on the number of replicas. With
+ResumableDataLoader, the order depends only on the seed and the epoch. `Share` divides the samples of each step among
+the replicas, and the loader counts the batches that the training loop takes.
 """
 
 import logging
@@ -120,23 +120,24 @@ class ResumableDataLoader(DataLoader[Any]):
     batch_size=None, each replica loads every n-th batch. Every replica reads all of a stream (an IterableDataset) and
     keeps its own share. With workers, each worker reads all of its copy of the stream, and keeps the replica's share.
 
-    `epoch` counts from 0, `batches` is the number of batches that the training loop has taken in this epoch (workers
-    may have loaded more), and `remaining` the number that it can still take. After `load_state_dict(...)`, the loader
-    continues with the next batch. It does not load earlier batches again, except from an IterableDataset, which must be
-    read up to the saved position.
+    `epoch` counts from 0. `batches` is the number of batches that the training loop has taken in this epoch (workers
+    may have loaded more), and `remaining` is the number of batches that the loop can still take. After
+    `load_state_dict(...)`, the loader continues with the next batch. It does not load earlier batches again, except
+    from an IterableDataset, which must be read up to the saved position.
 
-    Before each epoch, every random generator of a sampler is seeded, including those of nested samplers. While samplers
-    run, the process's generators are also seeded. `set_epoch` is called on every sampler and stream that defines this
-    method, and on a dataset that also has an attribute `epoch`. The state that a sampler keeps from one epoch to the
-    next is saved with the position: the sampler's `state_dict()` or, without one, its changed attributes with plain
-    values. The random numbers of the dataset and the collator depend only on seed, epoch, batch and replica, with any
-    number of workers. The random numbers of a stream depend on seed, epoch, worker and the position in the stream.
-    Loading a batch does not change the state of the process's generators. `dataloader.sampler` (`batch_sampler`, if you
-    passed one) has `set_epoch` and `set_start_index`, except for a stream.
+    Before each epoch, the loader seeds every random generator of a sampler, including generators of nested samplers.
+    While samplers run, the process's generators are also seeded. The loader calls `set_epoch` on every sampler and
+    stream that defines this method, and on a dataset that also has an attribute `epoch`. The state that a sampler keeps
+    from one epoch to the next is saved with the position: the sampler's `state_dict()` or, if the sampler has no such
+    method, its changed attributes with plain values. The random numbers of the dataset and the collator depend only on
+    seed, epoch, batch and replica, with any number of workers. The random numbers of a stream depend on seed, epoch,
+    worker and the position in the stream. Loading a batch does not change the state of the process's generators.
+    `dataloader.sampler` (`batch_sampler`, if you passed one) has `set_epoch` and `set_start_index`, except for a
+    stream.
 
     Args:
         batch_size: the number of samples in one replica's batch.
-        seed: determines the order of the samples and the workers' seeds, together with the epoch.
+        seed: together with the epoch, determines the order of the samples and the workers' seeds.
         replica: the index of this loader's share of the data.
         num_replicas: the number of shares.
         options: DataLoader's other arguments. If a `generator` is given, its initial seed replaces `seed`. Without a
@@ -224,7 +225,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int:
-        """The number of batches left in the newest iterator or, before the first iterator is created, in an epoch."""
+        """The number of batches left in the newest iterator. Before the first iterator is created, the number of
+        batches in an epoch."""
         return len(self) - self.batches
 
     def __len__(self) -> int:
@@ -308,14 +310,15 @@ class ResumableDataLoader(DataLoader[Any]):
 
         If the length is unknown, this method may load the next batch, to determine whether the epoch is over.
 
-        Raises UsageError if an older iterator has been read since the newest one was created, and CheckpointError for a
-        sampler's state that cannot be saved.
+        Raises UsageError if an older iterator has been read since the newest iterator was created, and CheckpointError
+        for a sampler's state that cannot be saved.
         """
         if self.place.is_left:
             raise UsageError(
                 "this dataloader has no position to save: a batch was read from an older iterator than the newest, but "
-                "only the newest one counts its batches, so the rest of the older one's epoch would be skipped. To "
-                "evaluate or read a batch (next(iter(dataloader))) within an epoch, create another dataloader"
+                "only the newest iterator counts its batches, so the rest of the older iterator's epoch would be "
+                "skipped. To evaluate or read a batch (next(iter(dataloader))) within an epoch, create another "
+                "dataloader"
             )
         ended = self._has_ended()
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
@@ -333,7 +336,7 @@ class ResumableDataLoader(DataLoader[Any]):
         changed.
         """
         sizes = self._sizes()
-        # older states lack these keys: they are states of one replica, without a stream's number of workers
+        # States saved by older versions lack these keys: they are of one replica, without a stream's number of workers.
         complete = {"batches_at_once": 1, "workers": sizes.get("workers"), **state}
         former = {name: complete.get(name) for name in sizes}
         if former != sizes:
@@ -369,8 +372,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
 
 class After(Iterator[Any]):
-    """The batches after the first `count`, which were read before the position was saved. A batch that raises an error
-    is Failed."""
+    """The batches after the first `count` batches, which were read before the position was saved. If loading a batch
+    raises an error, the iterator yields Failed."""
 
     def __init__(self, batches: Iterator[Any], count: int, stream: Any) -> None:
         self.batches, self.count, self.stream = batches, count, stream
@@ -390,9 +393,9 @@ class After(Iterator[Any]):
             return Failed(error)
 
     def _skip(self) -> Any:
-        """Skip the first batches, and return the last of them. A batch that raises an error may have done so before the
-        position was saved, so it is skipped, too, unless the stream ends there. Raises CheckpointError if the stream
-        has fewer batches."""
+        """Skip the first `count` batches, and return the last batch that was skipped. A batch that raises an error is
+        also skipped, unless the stream ends there: the batch may have failed before the position was saved. Raises
+        CheckpointError if the stream has fewer batches."""
         batch = None
         while self.skipped < self.count:
             last, batch = batch, self._read()
@@ -421,8 +424,8 @@ class After(Iterator[Any]):
             f"{type(self.stream).__name__} ended after {counted(self.skipped, 'batch')} of an epoch, but {self.count} "
             "had been read when the data position was saved. The loader restores the state that the stream had at the "
             "start of the epoch (its state_dict or, without one, its changed attributes with plain values), and reads "
-            "the stream up to the position: the state must not itself be a position in the stream. Correct "
-            "state_dict, or pass dataloader=None to load_training_state to start at the beginning"
+            "the stream up to the position: the state must not itself be a position in the stream. Correct the "
+            "stream's state_dict, or pass dataloader=None to load_training_state to start at the beginning"
         )
 
 

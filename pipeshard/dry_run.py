@@ -24,8 +24,8 @@ THREE_STATES = ("ademamix", "ademamix_32bit", "grokadamw")
 
 @collector_paused()
 def print_plan(kind: str, settings: Namespace) -> None:
-    """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory` with the
-    number of slices that training uses, and ConfigurationError for commands other than sft."""
+    """Print the plan. Raises PartitionError if the model cannot be split, or if it needs more than `device_memory` with
+    the number of slices that training uses. Raises ConfigurationError for commands other than sft."""
     if kind != "sft":
         raise ConfigurationError(
             f"--dry_run supports only pipeshard sft: the planner does not simulate the step of {kind}. Omit --dry_run"
@@ -43,7 +43,8 @@ def print_plan(kind: str, settings: Namespace) -> None:
 
 @in_settings()
 def show_slices(settings: Namespace, made: Any, show: Callable[..., None]) -> None:
-    """Show the plan with numbers of slices. Raises PartitionError if the number that training uses does not fit."""
+    """Show the plan with estimates for several numbers of slices. Raises PartitionError if the model does not fit in
+    `device_memory` with the number of slices that training uses."""
     from pipeshard.config import PipelineConfig
     from pipeshard.planner.plan import NUMBERS_OF_SLICES, refuse_large
 
@@ -56,7 +57,7 @@ def show_slices(settings: Namespace, made: Any, show: Callable[..., None]) -> No
 
 @in_settings()
 def planned(settings: Namespace) -> Any:
-    """The plan of these settings, without `device_memory` if sequences are sliced."""
+    """The plan for these settings. It ignores `device_memory` if sequences are sliced."""
     from pipeshard.planner import planner
 
     m, size = microbatches(settings)
@@ -93,8 +94,8 @@ def microbatches(settings: Namespace, rows_each: int = 1) -> tuple[int, int]:
 
 
 def planned_optimizer(settings: Namespace) -> str:
-    """The planner's optimizer for `optim`. For an optimizer that is unknown to the planner, AdamW's states are assumed
-    as an upper bound. Raises ConfigurationError for optimizers with more states than AdamW."""
+    """The planner's name of the optimizer `optim`. If the planner does not know the optimizer, the result is "adamw",
+    whose states are an upper bound. Raises ConfigurationError for optimizers with more states than AdamW."""
     from pipeshard.planner.memory import IN_8_BITS, OF_TRAINER, OPTIMIZERS
 
     name = plain_name(settings.optim)
@@ -150,8 +151,8 @@ def blank(settings: Namespace) -> Any:
 
 
 def dtype_of_weights(folder: Path) -> Any:
-    """The dtype for `dtype: auto` if the config has none: that of the weights in `folder`, or fp32 without complete
-    weights, or bf16 without a folder."""
+    """The dtype for `dtype: auto` if the config has none: the dtype of the weights in `folder`, fp32 if the weights are
+    not complete, or bf16 if `folder` does not exist."""
     import torch
 
     from pipeshard.checkpoint.blank import auto_dtype
@@ -182,9 +183,9 @@ def fuse_head(model: Any) -> None:
 
 @contextmanager
 def folding_once() -> Iterator[None]:
-    """Context manager in which TRL's chunked loss runs its operators only for the first tile of each shape. A plan does
-    not need the values, and the other tiles take the same memory. With 64k tokens and a vocabulary of 128k entries,
-    there are 64 tiles of 134 million elements."""
+    """Context manager in which TRL's chunked loss runs its operators only for the first tile of each shape, to save
+    time. A plan does not need the values, and all other tiles take the same memory. With 64k tokens and a vocabulary of
+    128k entries, there are 64 tiles of 134 million elements."""
     kernels = sys.modules.get(TILES)  # imported by trl.trainer.utils in versions that have this module
     if not hasattr(kernels, FOLD):
         yield

@@ -47,9 +47,9 @@ class PreemptibleJob:
     """A training job that saves its state in a folder, regularly and when it receives a termination signal, such as
     Slurm's before preemption.
 
-    `resume` continues from the newest state in `directory`, and `step_done`, called after each step, saves the state
-    there every `every` steps. If any rank receives SIGUSR1 or SIGTERM, the state is saved at the next step boundary;
-    after SIGTERM, all ranks then exit with status 143.
+    `resume` loads the newest state in `directory`. `step_done`, which you call after each step, saves the state there
+    every `every` steps. If any rank receives SIGUSR1 or SIGTERM, the job saves the state at the next step boundary.
+    After SIGTERM, all ranks then exit with status 143.
 
         job = PreemptibleJob("state")
         for step in range(job.resume(model, optimizer, scheduler, dataloader), 1000):
@@ -87,13 +87,13 @@ class PreemptibleJob:
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
     ) -> int:
-        """Load the newest state into the objects that `booster.boost` returned. Pass several models (the two of a GAN,
-        or an average of the weights), optimizers or LR schedulers as a list. Returns the number of completed steps,
-        which is 0 for a new job.
+        """Load the newest state into the objects that `booster.boost` returned. Pass several models (the two models of
+        a GAN, or an average of the weights), optimizers or LR schedulers as a list. Returns the number of completed
+        steps, which is 0 for a new job.
 
-        Raises CheckpointError, on every rank, for a state that does not match these objects, for a directory whose
-        saved steps are all incomplete (an interrupted save does not count as a step), if only some of the optimizers
-        that were boosted with the models are given, for an optimizer of another model, and for objects that cannot be
+        Raises CheckpointError, on every rank, if the state does not match these objects, if all saved steps in the
+        directory are incomplete (an interrupted save does not count as a step), if only some of the optimizers that
+        were boosted with the models are given, if an optimizer belongs to another model, or if an object cannot be
         saved.
         """
         check_complete(model, optimizer)
@@ -107,13 +107,13 @@ class PreemptibleJob:
         return self.step
 
     def step_done(self) -> None:
-        """Save the state if it is due or requested, and exit if requested. Call it on every rank after each
+        """Save the state if a save is due or requested, and exit if requested. Call it on every rank after each
         `optimizer.zero_grad()`.
 
-        If any rank has received SIGTERM, saves and raises SystemExit with status 143 on every rank; `pipeshard launch`
-        then continues with the remaining ranks. Raises UsageError if another job was created after this one, since only
-        one job receives signals. Also raises the errors of `save`. The first call raises CheckpointError for a state
-        that could not be saved.
+        If any rank has received SIGTERM, saves and raises SystemExit with status 143 on every rank. `pipeshard launch`
+        then continues with the remaining ranks. Raises UsageError if another job was created after this job, since only
+        one job receives signals. Also raises the errors of `save`. The first call raises CheckpointError if the state
+        cannot be saved.
         """
         if self._step_done() == LEAVE:
             dist.destroy_process_group()
@@ -121,7 +121,7 @@ class PreemptibleJob:
 
     @together_in("job.step_done")
     def _step_done(self) -> int:
-        """Count a step, save if it is due or requested, and return the highest request that any rank received."""
+        """Count a step, save if a save is due or requested, and return the highest request that any rank received."""
         self._refuse_later_job()
         parts = self._given("step_done")
         if not self._is_savable:
@@ -135,7 +135,7 @@ class PreemptibleJob:
         return wish
 
     def save(self) -> None:
-        """Save the state between two steps, unless this step is already saved. Call it on every rank.
+        """Save the state now, unless this step is already saved. Call it on every rank, between two steps.
 
         Raises UsageError before `resume`, and CheckpointError as `save_training_state` does.
         """
@@ -174,11 +174,12 @@ class PreemptibleJob:
 
 
 class ElasticJob(PreemptibleJob):
-    """One run of a job: `pipeshard launch` restarts the script whenever ranks leave or join, until the script ends.
+    """A PreemptibleJob that continues on the available ranks. `pipeshard launch` restarts the script whenever ranks
+    leave or join, until the script ends.
 
     The job initializes the process group (gloo, and NCCL if the agent has a GPU for each of its ranks) unless the
     script has already initialized it. It chooses the layout with the most stages that the ranks allow, unless `pp_size`
-    is a function. If a rank receives a termination signal, the state is saved, and the remaining ranks continue.
+    is a function. If a rank receives a termination signal, the job saves the state, and the remaining ranks continue.
 
         job = ElasticJob("state", pp_size=4, global_batch=16)
         plugin = PipelinePlugin(**job.layout.arguments)
@@ -192,8 +193,8 @@ class ElasticJob(PreemptibleJob):
         directory: the folder of the training states, visible to all ranks.
         pp_size: the largest number of stages, or a function, called on rank 0, that returns a Layout for a number of
             ranks, such as `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`.
-        global_batch: the samples per step of all replicas together, for any number of ranks.
-        microbatch_size: the samples per microbatch.
+        global_batch: the number of samples per step of all replicas together, for any number of ranks.
+        microbatch_size: the number of samples per microbatch.
         every: the number of steps between saves.
         keep: the number of saved steps to keep.
         timeout: the timeout of the default process group, in seconds.
@@ -225,8 +226,7 @@ class ElasticJob(PreemptibleJob):
 
 @dataclass(frozen=True)
 class Deaf:
-    """A DataLoader `worker_init_fn` that makes the DataLoader's workers ignore SIGTERM, which an agent also sends to
-    them.
+    """A DataLoader `worker_init_fn` that makes the workers ignore SIGTERM, which an agent also sends to the workers.
 
     `resume` installs this function in the dataloader: if a worker exited, the step and therefore the save would fail.
     """
@@ -257,7 +257,8 @@ def _join(timeout: float) -> None:
 
 
 def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
-    """On every rank, return rank 0's choice of a layout (measured profiles differ between ranks), or raise an error."""
+    """Return the layout that rank 0 chooses, since measured profiles differ between ranks. Raises ConfigurationError on
+    every rank if the choice fails or does not match the requested numbers."""
     chosen: Any = None
     if dist.get_rank() == 0:
         try:

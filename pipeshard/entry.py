@@ -37,10 +37,10 @@ def initialize(
         model, optimizer, criterion, loader, lr_scheduler = engine  # as from ColossalAI's booster.boost
 
     Args:
-        model: any module; if its weights are on meta, each process initializes or loads the weights of its own stage.
-        optimizer: an optimizer of the parameters of `model`; without one, the model can only be evaluated.
+        model: any module. If its weights are on meta, each process initializes or loads the weights of its own stage.
+        optimizer: an optimizer of the parameters of `model`. Without an optimizer, the model can only be evaluated.
         criterion: `fn(output, batch)` that returns the loss; None uses the loss that the model returns.
-        dataloader: yields the same batches on every rank of a replica, like one from `plugin.prepare_dataloader(...)`.
+        dataloader: must yield the same batches on every rank of a replica, as `plugin.prepare_dataloader(...)` does.
         lr_scheduler: the scheduler of this optimizer.
         plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`.
         arguments: without a plugin, the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is
@@ -87,14 +87,14 @@ def join() -> None:
 
 
 class Engine:
-    """Runs a model with a PipelinePlugin, without ColossalAI; its methods have Booster's names and arguments.
+    """Runs a model with a PipelinePlugin, without ColossalAI. The methods have Booster's names and arguments.
 
     Attributes:
         plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `grid` and more.
         checkpoint_io: saves and loads checkpoints.
-        model: the model that the last call to `boost` with an optimizer returned. If all calls were without one, the
-            last call's model; None before the first call. Iterating over the engine yields `model` and the next four
-            attributes.
+        model: the model that the last call to `boost` with an optimizer returned. If no call had an optimizer, the
+            model of the last call. None before the first call. Iterating over the engine yields `model` and the next
+            four attributes.
         optimizer: the optimizer of this process's part of the model.
         criterion: the given criterion, or the criterion in the model's hints.
         dataloader: the given dataloader.
@@ -162,8 +162,8 @@ class Engine:
     ) -> dict[str, Any]:
         """Run one batch of `data_iter`; see `PipelinePlugin.execute_pipeline` for the result.
 
-        Without a `model`, the method uses the engine's own model, criterion and optimizer. It then trains if the engine
-        has an optimizer. With a `model`, it behaves like Booster's method: it trains if an `optimizer` is given. Under
+        Without a `model`, the method uses the engine's own model, criterion and optimizer, and trains if the engine has
+        an optimizer. With a `model`, it behaves like Booster's method: it trains if an `optimizer` is given. Under
         `torch.no_grad()`, it only evaluates.
         """
         if model is None:
@@ -176,8 +176,8 @@ class Engine:
         )
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
-        """Run the backward of a loss from `model(...)`. This requires that one process holds the whole model
-        (pp_size=1)."""
+        """Run the backward of a loss from `model(...)`. Requires pp_size=1, so that one process holds the whole
+        model."""
         optimizer.backward(loss)
 
     def no_sync(

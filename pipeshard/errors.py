@@ -35,7 +35,7 @@ class CheckpointError(PipeshardError, RuntimeError):
 
 
 class RankError(PipeshardError, RuntimeError):
-    """Another rank failed, so this rank cannot continue. If `fault` is set, it describes which rank failed, where and
+    """Another rank failed, so this rank cannot continue. `fault`, if set, describes which rank failed, where and
     why."""
 
     def __init__(self, message: str, fault: Any = None) -> None:
@@ -97,7 +97,7 @@ def listed(problems: Sequence[str], shown: int = 8) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun, such as "1 rank", "2 batches" or "3 entries"."""
+    """A number with its noun in the singular or plural, such as "1 rank", "2 batches" or "3 entries"."""
     if count == 1:
         return f"1 {noun}"
     if noun.endswith("y"):

@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context manager and decorator for code that creates many objects and keeps them, such as a trace of a large
-    model. The collector would visit all these objects repeatedly. These visits took a third of the time of a plan for
-    80 layers. Objects without reference cycles are freed as usual."""
+    """Pause the garbage collector. Context manager and decorator for code that creates and keeps many objects, such as
+    a trace of a large model. The collector would visit all these objects repeatedly, which took a third of the time of
+    a plan for 80 layers. Objects without reference cycles are freed as usual."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -23,8 +23,9 @@ def collector_paused() -> Iterator[None]:
 
 def weak(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """A function that calls `method` while the method's object exists, and `otherwise` afterwards. The function does
-    not keep the object alive. A strong reference would form a cycle between an optimizer and its boosted optimizer:
-    both, and all states, would stay in memory until the garbage collector runs, at a different time on each rank."""
+    not keep the object alive. A strong reference would form a cycle between an optimizer and its boosted optimizer.
+    Both, with all states, would then stay in memory until the garbage collector runs, at a different time on each
+    rank."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:

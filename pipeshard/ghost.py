@@ -19,7 +19,7 @@ from pipeshard.errors import UsageError
 from pipeshard.private import DisableTorchFunctionSubclass, tree_tensors
 
 # Functions and attributes that neither read nor write values, in addition to all functions whose names start with
-# `is_`, except READING.
+# `is_` and are not in READING.
 HARMLESS = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
 HARMLESS |= {"__dir__", "_post_accumulate_grad_hooks", "data_ptr", "device", "dim", "dtype", "element_size"}
 HARMLESS |= {"get_device", "grad"}
@@ -65,8 +65,8 @@ _deferred: list[UsageError] | None = None  # the errors of reads and writes insi
 def inside_pipeshard() -> Iterator[None]:
     """Context manager for pipeshard's own use of a model: glue runs on every stage, and may read Ghosts.
 
-    Inference mode becomes no_grad: autograd cannot use tensors that were created in inference mode, and some tensors
-    (buffers, weights) are kept from one step to the next.
+    It replaces inference mode with no_grad: autograd cannot use tensors that were created in inference mode, and some
+    tensors (buffers, weights) are kept from one step to the next.
     """
     global _inside  # not thread-local: backward passes run in other threads
     _inside += 1
@@ -82,9 +82,9 @@ def inside_pipeshard() -> Iterator[None]:
 
 @contextmanager
 def as_if_held() -> Iterator[list[UsageError]]:
-    """Context manager for a user's function that calls the pipeline: all ranks must reach this call. So Ghosts look
-    like held parameters, reads return NaN, and writes are discarded, instead of raising an error. Yields the list of
-    these errors: unless it is empty, the function's results are not valid."""
+    """Context manager for a user's function that calls the pipeline. All ranks must reach this call, so reads and
+    writes of Ghosts raise no errors: Ghosts look like held parameters, reads return NaN, and writes are discarded.
+    Yields the list of the errors that were not raised. Unless it is empty, the function's results are not valid."""
     global _deferred
     before, _deferred = _deferred, []
     try:
@@ -101,9 +101,9 @@ def looks_held() -> bool:
 class Ghost(nn.Parameter):
     """A released parameter: it keeps its names, shape and dtype, but is frozen and has no values.
 
-    If a Ghost's values are read or written, or if a Ghost is copied or pickled, a UsageError with its `label` is
-    raised. Under `inside_pipeshard`, glue may use a Ghost if no result depends on it: reads return NaN, and writes are
-    discarded. Under `as_if_held`, reads and writes do the same, but their errors are kept.
+    Reading or writing a Ghost's values, copying a Ghost and pickling a Ghost raise UsageError with its `label`. Under
+    `inside_pipeshard`, glue may use a Ghost if no result depends on it: reads return NaN, and writes are discarded.
+    Under `as_if_held`, reads also return NaN and writes are also discarded, but the errors are collected.
 
     Attributes:
         pipeshard_trainable: whether the parameter is trained, on the stages that hold it.
@@ -143,7 +143,7 @@ class Ghost(nn.Parameter):
                 if _deferred is None:
                     raise error
                 _deferred.append(error)
-            if name in ("data", "detach"):  # writes to the result count as writes to the ghost
+            if name in ("data", "detach"):  # writes to the result count as writes to the Ghost
                 return args[0]
             if name in WRITING_METHODS or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
                 return _written(func, name, args, kwargs)
@@ -175,8 +175,8 @@ LOOP = (
 
 
 def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
-    """The error for the operation `what`, which needs values that this rank does not hold. The text `before` precedes
-    the advice."""
+    """The error for the operation `what`, which needs values that this rank does not hold. The message contains the
+    text `before`, followed by the advice."""
     advice = before + (
         "Save the model with booster.save_model(model, folder, shard=True) or trainer.save_model(folder), or adapters "
         "with booster.save_lora_as_pretrained(model, folder). Load a saved model with booster.load_model(model, "
@@ -196,8 +196,8 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
 
 
 class Guarded:
-    """A wrapper for a method of a module that contains ghosts: raises UsageError, before the method changes anything,
-    if the call needs the values of a ghost."""
+    """A wrapper for a method of a module that contains Ghosts. If the call needs the values of a Ghost, the wrapper
+    raises UsageError before the method changes anything."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
@@ -211,7 +211,7 @@ class Guarded:
     def _needs(
         self, name: str, ghost: Ghost, argument: Any = None, *_: Any, state_dict: Any = None, **options: Any
     ) -> bool:
-        """Whether a call with these arguments reads or changes the ghost's values."""
+        """Whether a call with these arguments reads or changes the Ghost's values."""
         if self.name == "_apply":
             return argument(ghost) is not ghost
         if self.name == "load_state_dict":
@@ -237,8 +237,8 @@ class Refused(Guarded):
 
 
 def guard(model: nn.Module) -> None:
-    """In every module with ghosts, guard the methods that would otherwise fail after they have changed something, or
-    with advice for a training loop."""
+    """In every module that contains Ghosts, guard the methods that would otherwise fail after a partial change, or fail
+    with an error that gives advice for a training loop."""
     for module in model.modules():
         if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
             for name in (*GUARDED, *MERGING):
@@ -257,8 +257,8 @@ def _ghosts(values: Any) -> list[Ghost]:
 
 
 def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Run an in-place function on the targets that are not Ghosts. Raises UsageError if it writes a Ghost's values to a
-    parameter."""
+    """Run an in-place function on the targets that are not Ghosts. Raises UsageError if the function would write a
+    Ghost's values to a parameter."""
     targets = kwargs.get("out", next(iter((*args, *kwargs.values()))))
     if isinstance(targets, Ghost):
         return targets

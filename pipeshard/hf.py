@@ -1,8 +1,8 @@
 """HF: the naming conventions of transformers and peft that pipeshard relies on.
 
 A trace finds most facts that a pipeline needs about a model, but not the meaning of values: which leaf contains labels,
-which token represents an image, which leaves have the decoder's positions. transformers expresses these meanings only
-by names. All of these names are in this module and nowhere else, and no name is specific to one architecture.
+which token represents an image, and which leaves have the decoder's positions. transformers expresses these meanings
+only in names. All of these names are in this module and nowhere else, and no name is specific to one architecture.
 `tests/test_hf.py` tests each name against transformers and peft: if a release renames something, these tests fail.
 """
 
@@ -44,7 +44,7 @@ REGISTRIES = {
     "transformers.integrations.moe": "ALL_EXPERTS_FUNCTIONS",
 }
 IMPLEMENTATIONS = "_attn_implementation", "_experts_implementation"
-SELECTING = IMPLEMENTATIONS[0]  # an attribute of the classes of configs that have such fields
+SELECTING = IMPLEMENTATIONS[0]  # config classes have this attribute if their configs have these fields
 LOSSES = "transformers.loss.loss_utils", "LOSS_MAPPING"  # module and name of the registry of losses
 LOSS_TYPE, DEFAULT_LOSS = "loss_type", "ForCausalLM"  # a model's attribute that selects a loss, and the default loss
 
@@ -66,7 +66,7 @@ EXPERT_GROUPS = re.compile(r"n_group$")
 VOCABULARIES = re.compile(r"vocab_size")
 
 # Names that `generate` passes to a forward, or reads from its output.
-LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last since transformers 5.24
+LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last name exists since transformers 5.24
 CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 TIME = "max_time"
@@ -161,8 +161,8 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def placeholder_token(model: nn.Module, kind: str) -> int | None:
-    """The id of the token that represents each patch, frame or item of this kind of media, or None if the config has
-    none."""
+    """The id of the token that represents each patch, frame or item of this kind of media, or None if the config does
+    not define one."""
     config = config_of(model)
     names = "text_config", "thinker_config", "vision_config", "audio_config"
     parts = config, *(getattr(config, name, None) for name in names)
@@ -198,7 +198,7 @@ def has_label_per_sample(model: nn.Module) -> bool:
 
 
 def has_flash_attention(model: nn.Module) -> bool:
-    """Whether the attention of a module is a flash kernel, which may read documents from their position ids."""
+    """Whether any module's attention is a flash kernel, which may derive document boundaries from position ids."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any("flash" in str(getattr(config, "_attn_implementation", None)) for config in configs)
 
@@ -214,9 +214,10 @@ def use_eager_kernels(model: nn.Module) -> None:
 
 
 def disable_caches(model: nn.Module) -> list[Any]:
-    """Turn off key-value caches in every (sub-)config in which they are on, and return these configs.
+    """Turn off the key-value caches in every config and sub-config that enables them, and return these configs.
 
-    Caches are for generation. If units filled caches, units on later stages would read values that are not sent.
+    Caches are for generation. If units filled a cache, units on later stages would read cached values, which are not
+    sent.
     """
     cached = [part for part in _configs(model) if getattr(part, "use_cache", None) is True]
     for part in cached:
@@ -244,9 +245,9 @@ def _forget(key: int, _: object) -> None:
 
 
 def withhold_caches(model: nn.Module) -> list[Any]:
-    """Like `disable_caches`, but also returns the model's configs whose caches an earlier call turned off. If the
-    model, or a wrapper of it, is boosted again, or a boost has failed, these contain pipeshard's setting, not the
-    user's."""
+    """Like `disable_caches`, but also return the model's configs whose caches an earlier call turned off. These configs
+    contain pipeshard's setting instead of the user's if the model (or a wrapper of it) is boosted again, or if an
+    earlier boost failed."""
     for part in disable_caches(model):
         _withheld[id(part)] = weakref.ref(part, partial(_forget, id(part)))
     return [part for part in _configs(model) if id(part) in _withheld and part.use_cache is False]
@@ -266,8 +267,8 @@ def is_quantized_cache(cache: Any) -> bool:
 
 
 def complete_cache(cache: Any, config: Any) -> None:
-    """Append an entry for each layer that `config` defines to an empty cache that was created without a config. Such a
-    cache otherwise creates its entries only when the layers run."""
+    """If a cache is empty and was created without a config, append an entry for each layer that `config` defines. Such
+    a cache otherwise creates its entries only when the layers run."""
     from transformers import DynamicCache
 
     for inside in vars(cache).values():
@@ -280,8 +281,8 @@ def complete_cache(cache: Any, config: Any) -> None:
 
 
 def stops_by_clock(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `generate` stops after a time limit, set by an argument, a generation config, or a stopping
-    criterion of transformers."""
+    """Whether a call of `generate` has a time limit, set by an argument, a generation config, or a stopping criterion
+    of transformers."""
     criteria = kwargs.get("stopping_criteria") or ()
     given = (getattr(model, "generation_config", None), *args, kwargs.get("generation_config"), *criteria)
     return any(limit is not None for limit in (kwargs.get(TIME), *(getattr(one, TIME, None) for one in given)))
@@ -300,7 +301,7 @@ def has_parameter(model: nn.Module, name: str) -> bool:
 
 @lru_cache
 def _parameters(function: Any) -> frozenset[str]:
-    """The names of a function's arguments, cached, since each slice of each step needs them."""
+    """The names of a function's arguments. They are cached, since each slice of each step needs them."""
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -393,8 +394,8 @@ def is_of_packages(function: Any, packages: Sequence[str] = KNOWN_PACKAGES) -> b
 
 
 def has_known_loss(model: nn.Module) -> bool:
-    """Whether the model computes one of transformers' own losses. It does not if the user has replaced the model's
-    forward, or has set another function as `model.loss_function` or in transformers' registry of losses."""
+    """Whether the model computes one of transformers' own losses. False if the user has replaced the model's forward,
+    or has set another function as `model.loss_function` or in transformers' registry of losses."""
     modules, registry = [*model.modules()], getattr(sys.modules.get(LOSSES[0]), LOSSES[1], {})
     kinds = [getattr(module, LOSS_TYPE, None) for module in modules]
     losses = [registry[kind] for kind in kinds if kind in registry] or [registry.get(DEFAULT_LOSS)]
@@ -434,7 +435,7 @@ class _World:
 
 
 def hide_world() -> None:
-    """Let `lone_losses` affect the losses of the transformers modules that have been imported."""
+    """Make `lone_losses` apply to the losses of the transformers modules that have been imported."""
     for name, module in [*sys.modules.items()]:
         if name.startswith("transformers.") and {"PartialState", "reduce"} <= vars(module).keys():
             kind = vars(module)["PartialState"]
@@ -443,8 +444,8 @@ def hide_world() -> None:
 
 @contextmanager
 def lone_losses(pp_size: int) -> Iterator[None]:
-    """Context manager in which losses of transformers normalize by the batch of this process, if there are several
-    stages: the ranks of other stages do not compute the loss."""
+    """Context manager in which losses of transformers normalize by the batch of this process. Has no effect with one
+    stage. With several stages, the ranks of the other stages do not compute the loss."""
     token = _is_lone.set(pp_size > 1)
     try:
         yield
@@ -453,8 +454,8 @@ def lone_losses(pp_size: int) -> Iterator[None]:
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> set[Tensor]:
-    """The tensors that the transformers models in `model` keep in fp32 if the model has this dtype, such as the
-    biases of a router. Empty unless the dtype is fp16 or bf16."""
+    """The tensors that the transformers models in `model` keep in fp32 if the model has the dtype `dtype`, such as the
+    biases of a router. Empty unless `dtype` is fp16 or bf16."""
     tensors: set[Tensor] = set()
     for module in model.modules() if dtype in (torch.float16, torch.bfloat16) else ():
         names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())

@@ -1,7 +1,7 @@
 """Launch: torchrun's elastic agent, with defaults for pipelines that continue when ranks are lost or join.
 
-Run `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...` once per machine (or several times on one).
-The command takes torchrun's flags.
+Run `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...` once on each machine, or several times on
+one machine. The command takes torchrun's flags.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from pipeshard.script import ERRORS_FOLDER, endless, exit_now, repeated
 
 logger = logging.getLogger("pipeshard")
 
-# A lost agent is detected after 5 seconds. Once the minimum number of agents is present, they wait 5 seconds for more.
+# A lost agent is detected after 5 seconds. If the minimum number of agents is present, they wait 5 seconds for others.
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
 LOOPBACK, PORT = "127.0.0.1", 29400  # torch's defaults of --master-addr, and of the port of a rendezvous
 RESTARTS = 100
@@ -61,12 +61,12 @@ previous attempt, the job is not restarted.
 flags (torchrun's; torchrun --help lists all):
   --nproc-per-node N       processes on this machine (default 1; gpu: one per GPU)
   --nnodes N or MIN:MAX    number of machines (default 1:1)
-  --rdzv-endpoint H:P      rendezvous address, on one of the machines: the same on every machine
+  --rdzv-endpoint H:P      rendezvous address: a host and port of one machine, the same on every machine
   --master-addr HOST       with --master-port (default {PORT}), an alternative to --rdzv-endpoint
   --rdzv-id NAME           name of the job, if several jobs share a rendezvous address (default pipeshard)
   --max-restarts N         maximum number of restarts (default {RESTARTS})
   --shutdown-timeout N     seconds that processes have after SIGTERM to save and exit (default 30)
-  --local-addr ADDRESS     address at which other machines reach this one
+  --local-addr ADDRESS     address at which other machines reach this machine
   --module, -m             SCRIPT is a module, as in python -m
 """
 
@@ -87,7 +87,7 @@ def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
     """Run the calling script, or `program`, as `ranks` processes on this machine, with RANK set in each process.
     Returns the exit status. With `quiet`, libraries show no progress bars and fewer warnings on the ranks.
 
-    Raises UsageError if it is called on a rank: each rank would otherwise start its own ranks, endlessly."""
+    Raises UsageError on a rank, since each rank would otherwise start its own ranks, endlessly."""
     if "RANK" in os.environ:
         raise UsageError(
             "a rank cannot start ranks: call start only if the variable RANK is not set "
@@ -99,8 +99,8 @@ def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
 
 
 def _called() -> list[str]:
-    """The command line of the calling script. If Python runs the script with -m, so do the ranks, since the script may
-    have relative imports."""
+    """The command line of the calling script. If Python runs the script with -m, the ranks also run it with -m, since
+    the script may have relative imports."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.origin != sys.argv[0]:  # a profiler may run the script
         return sys.argv
@@ -132,7 +132,7 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
         for kind, others in repeated(folder):
             logger.error("%s on this machine ended with the same %s", counted(others, "more rank"), kind)
         codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
-        own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends the others
+        own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends all others
         logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in own.items()))
         return 1
     except RendezvousClosedError:
@@ -147,7 +147,7 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse torchrun's flags, with other defaults for flags that neither `arguments` nor a PET_... variable sets."""
+    """Parse torchrun's flags. Some flags get other defaults if neither `arguments` nor a PET_... variable sets them."""
     parser = get_args_parser()
     parser.prog, parser.usage = "pipeshard launch", "pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]"
     parser.format_help = lambda: HELP  # type: ignore[method-assign]
@@ -159,7 +159,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(list(arguments))
     if args.rdzv_backend == "c10d":
         ours = [f"{name}={value}" for name, value in RENDEZVOUS.items()]
-        args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # of several values, the last applies
+        args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # the last value of a name applies
         try:
             _, most = parse_min_max_nnodes(args.nnodes)
             if most > 1 and not args.rdzv_endpoint and args.master_addr != LOOPBACK:
@@ -175,13 +175,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _closing(seconds: int | None) -> Callable[..., None]:
-    """PContext.close, which stops the workers, with a time limit of `seconds` (torch's own limit if None) if the
-    workers receive a signal. torch itself applies --shutdown-timeout only to signals that the agent receives, not when
-    it restarts the workers because another agent joins."""
+    """A replacement for PContext.close, which stops the workers. If the workers receive a signal, the replacement waits
+    at most `seconds`, or torch's own limit if None. torch applies --shutdown-timeout only to signals that the agent
+    receives, but not if the agent restarts the workers because another agent joins."""
     close = PContext.close
 
     def patient(context: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        # without a signal, torch stops the remaining workers because one worker failed: they cannot save
+        # Without a signal, torch stops the remaining workers because one worker failed, so they cannot save.
         close(context, death_sig, timeout if death_sig is None or seconds is None else seconds)
 
     return patient
@@ -195,7 +195,7 @@ def _meet_at_master(args: argparse.Namespace) -> None:
 
 
 def count(text: str) -> int:
-    """Parse a positive integer; used as the type of argparse flags."""
+    """Parse a positive integer. Used as the type of argparse flags."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
@@ -214,7 +214,7 @@ def unable(script: str) -> str | None:
 
 
 def _folded(args: argparse.Namespace) -> argparse.Namespace:
-    """Make the workers run the script or module through `pipeshard.script`, unless it is not Python."""
+    """Make the workers run the script or module through `pipeshard.script`, if it is Python code."""
     if not args.no_python and not args.run_path:
         args.training_script_args = [*["-m"] * args.module, args.training_script, *args.training_script_args]
         args.training_script, args.module = "pipeshard.script", True
@@ -243,9 +243,9 @@ def _leave_process(folder: Path, status: int) -> NoReturn:
 
 
 def _forward(number: signal.Signals) -> None:
-    """Start a thread that forwards a signal to each worker, once the worker has installed a handler: without a handler,
-    the signal would kill the worker. This process handles the signal instead of blocking it: workers inherit a signal
-    mask, but no handler."""
+    """Start a thread that forwards a signal to each worker. The thread waits until the worker has installed a handler,
+    since the signal would kill a worker without a handler. This process handles the signal instead of blocking it,
+    since workers inherit a signal mask, but no handlers."""
     received = threading.Event()
     signal.signal(number, lambda *_: received.set())
 
@@ -271,12 +271,13 @@ def _send(worker: psutil.Process, number: signal.Signals) -> bool:
 
 
 def _watch_workers(folder: Path, endpoint: str, interval: float) -> list[str]:
-    """Start a thread that terminates this agent if attempts keep ending with the same error. Returns a list. The thread
-    adds the class of the error to this list before it terminates the agent.
+    """Start a thread that terminates this agent if consecutive attempts end with the same error. Returns a list, to
+    which the thread adds the class of the error before it terminates the agent.
 
-    The thread also ends this process if all workers have exited and the agent does not detect this for a while. The
-    agent polls its workers and the rendezvous store every `interval` seconds. If its machine has lost the connection,
-    the agent waits for the store's response until the kernel closes the connection, after a quarter of an hour.
+    The thread also ends this process if all workers have exited and the agent does not detect their exit for a while.
+    The agent polls its workers and the rendezvous store every `interval` seconds. If its machine has lost the
+    connection, the agent waits for the store's response until the kernel closes the connection, after a quarter of an
+    hour.
     """
     found: list[str] = []
 
@@ -284,7 +285,7 @@ def _watch_workers(folder: Path, endpoint: str, interval: float) -> list[str]:
         looks = 0
         while looks < STUCK + interval / LOOK_PERIOD:
             time.sleep(LOOK_PERIOD)
-            with contextlib.suppress(OSError):  # the folder is gone: this agent is done
+            with contextlib.suppress(OSError):  # the folder does not exist if this agent is done
                 if not found and (kind := endless(folder, ALIKE, WITHIN)):
                     found.append(kind)
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -298,7 +299,7 @@ def _watch_workers(folder: Path, endpoint: str, interval: float) -> list[str]:
 
 
 def _has_ended(worker: psutil.Process) -> bool:
-    """Whether a worker has exited, and the agent has not yet read its exit status."""
+    """Whether a worker has exited, although the agent has not yet read its exit status."""
     try:
         return bool(worker.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -36,7 +36,7 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         args: the arguments of `fn`.
 
     Raises ConfigurationError if `ranks` is invalid, or if cloudpickle is missing or cannot copy `fn`. Raises RankError
-    if a rank fails. It names the rank and the exception, if there is one; the traceback is in the cell's output.
+    if a rank fails. The error names the rank and its exception, if any. The traceback is in the cell's output.
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ConfigurationError(f"ranks must be a positive integer, got {ranks!r}")
@@ -78,21 +78,21 @@ def _run_agent(folder: Path, ranks: int) -> int:
         for line in shown:
             sys.stdout.write(line)
     finally:
-        agent.terminate()  # no effect if it has exited
+        agent.terminate()  # has no effect if the agent has exited
         agent.wait()
     return agent.returncode
 
 
 def _failure(folder: Path) -> str | None:
     """A message with the rank that failed first and its error, or None if no rank wrote an error. Errors that another
-    rank caused are considered only if there are no others."""
+    rank caused are considered only if there are no other errors."""
     texts = {path: path.read_text() for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: path.stat().st_mtime)}
     first = min(texts, key=lambda path: texts[path].startswith(CAUSED_BY_OTHERS), default=None)
     return f"rank {first.stem} failed: {texts[first]}" if first else None
 
 
 def _be_rank(folder: Path) -> None:
-    """Call the function as this rank, and write its result or error to the folder."""
+    """Call the function on this rank, and write the result or the error to the folder."""
     import cloudpickle
     import torch.distributed as dist
 

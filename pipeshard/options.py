@@ -15,8 +15,8 @@ OFFLOADED = ("activations", "optimizer", "both")
 
 
 def check_plan(name: str, plan: Any) -> None:
-    """Raise ConfigurationError unless a tensor- or expert-parallel plan is None or a non-empty dict from module names
-    to styles."""
+    """Raise ConfigurationError unless a tensor-parallel or expert-parallel plan is None or a non-empty dict from module
+    names to styles."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
         raise ConfigurationError(f"{name} must be a non-empty dict from module names to styles, got {plan!r}")
 

@@ -75,13 +75,13 @@ class PipelinePlugin:
             only affect speed are ignored with a warning. Any other argument must be None or ColossalAI's default;
             otherwise the error names the replacement.
 
-    Every boosted model has its own pipeline, its own random numbers and, with "fp16", its own loss scale. If the plugin
-    has boosted several models, pass the model to the plugin's methods.
+    Every boosted model has its own pipeline, its own random numbers and, with "fp16", its own loss scale. If you boost
+    several models with one plugin, pass the model to the plugin's methods.
 
     Attributes:
         config: the arguments as a PipelineConfig. Each of its fields is also a read-only attribute of the plugin.
-        grid: this process's position and the process groups. Its first use is a collective: before `booster.boost`,
-            use it on all ranks or on none.
+        grid: this process's position and the process groups. The first use of `grid` is a collective: before
+            `booster.boost`, use it on all ranks or on none.
 
     Raises ConfigurationError for invalid arguments. `booster.boost` raises it if arguments differ between ranks.
     """
@@ -143,7 +143,7 @@ class PipelinePlugin:
             join_alone(*sizes)
             self._dp_size = num_replicas(*sizes)
             self._sizes = *sizes[:2], sizes[2] * sizes[3]
-            own_device()  # the rank's GPU becomes the current one before the script builds its model
+            own_device()  # makes the rank's GPU the current device before the script builds its model
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
         self._boosted: list[weakref.ref[PipelineModel]] = []
@@ -159,8 +159,8 @@ class PipelinePlugin:
         raise missing_attribute(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Raises UsageError for an argument, since the config and the boosted models would keep the
-        old value."""
+        """Set an attribute. Raises UsageError if the attribute is an argument of the plugin, since the config and the
+        boosted models would keep the old value."""
         if name in PipelineConfig.__dataclass_fields__ or name == "pp_style":
             also = f". {CHANGING}" if name == "max_norm" else ""
             raise UsageError(f"plugin.{name} cannot be set: {PASSED.format(name)}{also}")
@@ -202,7 +202,7 @@ class PipelinePlugin:
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> PipelineCheckpointIO:
-        """The checkpoint IO of this plugin. All calls return the same object, which tracks the background save."""
+        """Return this plugin's checkpoint IO. All calls return the same object, which tracks the background save."""
         return self._checkpoint_io
 
     def supported_devices(self) -> list[str]:
@@ -226,11 +226,11 @@ class PipelinePlugin:
         """Build a Hugging Face model without its weights. `booster.boost` and `pipeshard.initialize` load the weights
         of each stage.
 
-        `auto_class` is an AutoModelFor... or a model class. `path` is a folder, or the ID of a Hub model in the local
-        cache. `options` are fields of the model's config, `dtype`, `quantization_config`, `revision`, `subfolder`,
-        `cache_dir` and `trust_remote_code`, as in `auto_class.from_pretrained`. Weights that the folder lacks are
-        initialized. `gguf_file` names a GGUF file in the folder. The model is in evaluation mode. Raises
-        CheckpointError for a folder without a config, and ConfigurationError for an unknown option.
+        `auto_class` is an AutoModelFor... class or a model class. `path` is a folder, or the ID of a Hub model in the
+        local cache. `options` are fields of the model's config, `dtype`, `quantization_config`, `revision`,
+        `subfolder`, `cache_dir` and `trust_remote_code`, as in `auto_class.from_pretrained`. Weights that are missing
+        in the folder are initialized. `gguf_file` names a GGUF file in the folder. The model is in evaluation mode.
+        Raises CheckpointError for a folder without a config, and ConfigurationError for an unknown option.
         """
         return blank_model(auto_class, model_folder(Path(path), gguf_file, options), gguf_file, options)
 
@@ -243,7 +243,7 @@ class PipelinePlugin:
         lr_scheduler: LRScheduler | None = None,
         num_batches: int = 1,
     ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
-        """Split the model, keep this rank's stages, and restrict the optimizer to their parameters. With
+        """Split the model, keep this rank's stages, and restrict the optimizer to the parameters of these stages. With
         schedule="auto", the search assumes that each step runs `num_batches` batches."""
         refuse_default_device()
         watch_world(self.config.timeout, self.config.watchdog)
@@ -289,10 +289,10 @@ class PipelinePlugin:
         same batch.
 
         Runs forward and backward if gradients are enabled and an optimizer is passed. Afterwards, except under
-        `no_sync`, gradients are summed over all ranks that hold the parameter. Otherwise (under `torch.no_grad()`, or
-        without an optimizer), runs only the forward. Returns a dict with "loss", a tensor with the same value on every
-        rank (None with return_loss=False), and "outputs", which is None except on the last stage. `return_outputs`
-        selects the outputs; no other outputs are kept:
+        `no_sync`, each gradient is summed over all ranks that hold its parameter. Under `torch.no_grad()`, or without
+        an optimizer, runs only the forward. Returns a dict with "loss", a tensor with the same value on every rank
+        (None with return_loss=False), and "outputs", which is None except on the last stage. `return_outputs` selects
+        the outputs, and all other outputs are discarded:
 
         - True: the model's output for the whole batch.
         - The name of a field, or a list of names: an output with only these fields.
@@ -300,9 +300,9 @@ class PipelinePlugin:
         - A function `fn(output, microbatch)`, called under no_grad right after each forward of the last stage: the list
           of its results, one per microbatch, in order.
 
-        With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. The loss of each batch
-        is computed separately, and the batches may have different shapes. Loss and gradients are summed over the k
-        batches, and multiplied by `weight` (also if k is 1).
+        With `num_batches` k, the next k batches run as one step, so the pipeline fills only once. The loss of each
+        batch is computed separately, and the batches may have different shapes. The loss and the gradients are summed
+        over the k batches, and multiplied by `weight` (also if k is 1).
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
         if not isinstance(num_batches, Integral) or num_batches < 1:
@@ -331,8 +331,8 @@ class PipelinePlugin:
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        """The pipeline of a boosted model. If `model` is None (not supported by execute_pipeline), the pipeline of the
-        plugin's only boosted model that still exists."""
+        """The pipeline of a boosted model. If `model` is None (which execute_pipeline does not support), returns the
+        pipeline of the only boosted model that still exists."""
         if model is None and call != "execute_pipeline":
             alive = [boosted for own in self._boosted if (boosted := own()) is not None]
             if len(alive) > 1:
@@ -353,13 +353,14 @@ class PipelinePlugin:
         distributed_sampler_cls: Any = None,
         **options: Any,
     ) -> ResumableDataLoader:
-        """A DataLoader that gives every stage the same batches, in an order that depends only on `seed` and the epoch.
+        """Create a DataLoader that gives every stage the same batches, in an order that depends only on `seed` and the
+        epoch.
 
         The DataLoader tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves
         this position. `options` are DataLoader's own arguments (drop_last, num_workers, collate_fn, batch_sampler,
         ...), and may be combined as in DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1, and
         pipeshard divides the sampler's order among the replicas. As in ColossalAI, torch's DistributedSampler shuffles
-        with its own default seed instead of `seed`: pass a functools.partial with another one.
+        with its own default seed instead of `seed`: to set its seed, pass a functools.partial of the class.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
@@ -372,8 +373,8 @@ class PipelinePlugin:
     def recording(self, model: nn.Module | None = None) -> Recording:
         """The times of each rank's actions and waits for other ranks, in this model's last step. Call it on every rank.
 
-        `plugin.recording().summary()` describes the step in one line; `draw(path)` plots the measured step above the
-        simulated step. On a GPU, the times are measured with GPU events.
+        `plugin.recording().summary()` describes the step in one line. `plugin.recording().draw(path)` plots the
+        measured step above the simulated step. On a GPU, the times are measured with GPU events.
         """
         return self._pipeline_of(model, "recording").recording()
 

@@ -1,8 +1,8 @@
 """Private: private names of torch, `datasets` and ColossalAI that pipeshard needs.
 
 A torch release may change such a name without notice. Private functions and classes are therefore imported only here,
-under public names. `tests/test_private.py` lists the private attributes that the package uses, by class, tests the
-behavior that pipeshard relies on, and rejects any other private name in the package.
+under public names. `tests/test_private.py` lists the private attributes that the package uses, by class. The file also
+tests the behavior that pipeshard relies on, and rejects any other private name in the package.
 """
 
 import sys
@@ -77,8 +77,8 @@ class DispatchMode(TorchDispatchMode):
 
 
 def enter_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
-    """Enter modes below the active modes. The active modes may then be exited before or after the new modes. The new
-    modes do not affect code that is compiled while they are active."""
+    """Enter modes below the active modes. The modes that were already active may then be exited before or after the new
+    modes. The new modes do not affect code that is compiled while they are active."""
     for mode in modes:
         _rearrange(mode, is_entered=True)
 
@@ -121,8 +121,9 @@ def _stack(mode: TorchDispatchMode | TorchFunctionMode) -> _Stack:
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Like `torch.compile(function, **options)`, but with guards on hooks, which torch omits by default: modules with
-    hooks do not run the code of modules without hooks, and a module is compiled again if its hooks change."""
+    """Like `torch.compile(function, **options)`, but with guards on hooks, which torch omits by default. With these
+    guards, modules with hooks do not run the code of modules without hooks, and a module is compiled again if its hooks
+    change."""
     code = torch.compile(function, **options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -152,8 +153,8 @@ def extend_timeout(backend: Any, default: timedelta, timeout: timedelta) -> None
 
 
 def set_wrapped(function: Any, inner: Any) -> None:
-    """Make `function`, a torch.nn.utils function that runs an inner function under no_grad, run `inner` instead. Its
-    `__wrapped__` is still the original inner function."""
+    """Replace the inner function that `function`, a torch.nn.utils function, runs under no_grad with `inner`. The
+    `__wrapped__` of `function` is still the original inner function."""
     names = function.__code__.co_freevars
     function.__closure__[names.index("func")].cell_contents = inner
 
@@ -180,7 +181,7 @@ def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
 
 
 def nodes_of(stream: Any) -> int:
-    """The number of nodes among which `split_dataset_by_node` of Hugging Face's `datasets` has divided a stream; 1 for
+    """The number of nodes among which `split_dataset_by_node` of Hugging Face's `datasets` has divided a stream. 1 for
     any other stream."""
     nodes: int = getattr(getattr(stream, "_distributed", None), "world_size", 1)
     return nodes

@@ -48,7 +48,7 @@ class PipelineArguments:
     dp: int = setting(1, "Number of data-parallel replicas.")
     tp: int = setting(1, "Number of tensor-parallel ranks per stage.")
     schedule: str = setting("1f1b", "Order of the forward and backward passes.", SCHEDULES)
-    chunks: int = setting(1, "Model chunks per rank; the interleaved schedule has 2 unless you set more.")
+    chunks: int = setting(1, "Model chunks per rank. The interleaved schedule uses 2 unless you set more.")
     microbatches: int | None = setting(None, "Microbatches per step. By default, one per gradient accumulation step.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
     partition: str = setting(
@@ -59,9 +59,9 @@ class PipelineArguments:
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
     zero_stage: int = setting(0, "1 shards the optimizer state across replicas.")
     resume: bool = setting(False, "Resume from the newest checkpoint in output_dir, if there is one.")
-    prompt: str | None = setting(None, "Prompt that the trained model answers. By default, the first one in the data.")
+    prompt: str | None = setting(None, "Prompt that the trained model answers. By default, the first in the data.")
     nnodes: int = setting(1, "Number of machines. Start the same command on each.")
-    rdzv_endpoint: str = setting("", "HOST:PORT of the rendezvous; HOST is one of the machines.")
+    rdzv_endpoint: str = setting("", "HOST:PORT of the rendezvous. HOST is one of the machines.")
     max_restarts: int = setting(0, "Maximum number of restarts from the newest checkpoint after a failure.")
     dry_run: bool = setting(False, "Print the plan and exit: stages, memory of each rank, idle time.")
     device_memory: str | None = setting(
@@ -103,7 +103,7 @@ ADVICE_AS_SETTINGS = {
 def read(kind: str, arguments: Sequence[str]) -> Namespace:
     """Read the settings from the --config file and from options. Options override the file.
 
-    Raises ConfigurationError for an unknown setting, an invalid value, and a missing file or package.
+    Raises ConfigurationError for an unknown setting, an invalid value, or a missing file or package.
     """
     missing = [package for package in ("trl", "datasets") if find_spec(package) is None]
     if missing:
@@ -124,7 +124,7 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
     read_mappings(settings, groups)
     options = {one.partition("=")[0].replace("-", "_") for one in arguments}
     if "__model_name_or_path" in options and "__model_config" not in options:
-        settings.model_config = None  # it describes the model that the file names
+        settings.model_config = None  # the file's model_config describes the model that the file names
     settings.num_slices = str(settings.num_slices)  # YAML may contain anything
     for name in ("checkpointing", "checkpointing_kwargs"):  # transformers 5 prefers the name activation_...
         if (value := getattr(settings, f"activation_{name}", None)) is not None:
@@ -159,9 +159,9 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
         """TRL's parser. The settings remain a Namespace, since TrainingArguments would initialize a device."""
 
         def set_defaults_with_config(self, **config: Any) -> Any:
-            """Set the defaults from the file, and return unknown settings. Texts, numbers, and values of settings that
-            have choices or are numbers of PipelineArguments are first parsed like options, since argparse does not
-            check defaults."""
+            """Set the defaults from the file, and return unknown settings. argparse does not check defaults, so strings
+            and numbers are first parsed like options. Other values are parsed only for settings with choices and for
+            integers of PipelineArguments."""
             closed = {action.dest: action.default for action in self._actions if action.choices and not action.nargs}
             numbers = {name for name, hint in get_type_hints(PipelineArguments).items() if hint is int}
             options = {
@@ -187,7 +187,7 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
 def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
     """Parse settings that are given as JSON objects, as TrainingArguments does. Raises ConfigurationError for invalid
     JSON."""
-    # The annotations have the declared types: HfArgumentParser overwrites the types of the fields
+    # The annotations have the declared types, since HfArgumentParser overwrites the types of the fields.
     for name in [name for group in groups for name, hint in get_type_hints(group).items() if "dict" in str(hint)]:
         if isinstance(value := getattr(settings, name, None), str) and value.startswith("{"):
             try:
@@ -197,8 +197,8 @@ def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
 
 
 def cuts_of(text: str) -> str | list[int] | list[str]:
-    """Parse a comma-separated list of numbers of unit calls, or of units to cut after (`model.layers.3`); other values
-    are unchanged."""
+    """Parse a comma-separated list of numbers of unit calls, or of units to cut after (`model.layers.3`). Other values
+    are returned unchanged."""
     entries = [entry.strip() for entry in text.split(",")]
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]
@@ -206,7 +206,7 @@ def cuts_of(text: str) -> str | list[int] | list[str]:
 
 
 def unknown_settings(kind: str, unknown: Sequence[str], known: Collection[str]) -> str:
-    """The message for settings that a command does not have, each with the closest known names."""
+    """The error message for settings that the command does not have, each with the closest known names."""
     shown = []
     for name in unknown:
         plain = re.split("[= ]", name.lstrip("-"))[0].replace("-", "_")
@@ -239,8 +239,7 @@ def checked_config(settings: Namespace) -> None:
 
 
 def refuse_frozen_head(settings: Namespace) -> None:
-    """Raise ConfigurationError for adapters of a reward model if the model's new head would be neither trained nor
-    saved."""
+    """Raise ConfigurationError if a reward model with adapters would neither train nor save its new head."""
     if settings.use_peft and settings.lora_task_type != "SEQ_CLS" and not settings.lora_modules_to_save:
         raise ConfigurationError(
             f"with lora_task_type={settings.lora_task_type}, the head of the reward model would keep its initial "
@@ -390,8 +389,8 @@ def refuse_no_rewards(settings: Namespace) -> None:
     """Raise ConfigurationError if `reward_funcs` names a function that TRL lacks, or a module or package that does
     not exist.
 
-    Code of the user is not imported before the ranks start, since it may load a model. Therefore, modules in packages
-    are not looked for: find_spec would import the package.
+    The user's code is not imported before the ranks start, since it may load a model. Therefore, the check does not
+    search for modules inside packages: find_spec would import the package.
     """
     for path in settings.reward_funcs or ():
         module = path.rpartition(".")[0]

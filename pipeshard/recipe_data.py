@@ -92,8 +92,8 @@ def unreadable_data(path: Path | str, error: BaseException) -> ConfigurationErro
 
 
 def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
-    """Raise ConfigurationError for data without the columns that TRL requires, or with a row that has neither a text
-    nor a chat in them."""
+    """Raise ConfigurationError if the data lacks the columns that TRL requires, or if a row has neither a text nor a
+    chat in these columns."""
     if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return
     has, name = data.column_names, settings.dataset_name
@@ -121,7 +121,7 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
 
 
 def suspects(data: Any, column: str) -> list[tuple[int, Any]]:
-    """The numbers and the values of rows to check: the first hundred, and the first of all that is null or empty."""
+    """The numbers and values of the rows to check: the first hundred rows, and the first row that is null or empty."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -129,7 +129,7 @@ def suspects(data: Any, column: str) -> list[tuple[int, Any]]:
     is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
     empty = pc.equal(pc.fill_null(pc.list_value_length(values), 0), 0) if is_list else values.is_null()
     numbers = [*range(min(len(values), 100)), pc.index(empty, True).as_py()]
-    rows = type(data)(data.data, data.info, fingerprint="")  # in the order of the file, and not of a split
+    rows = type(data)(data.data, data.info, fingerprint="")  # in the order of the file instead of the split's order
     return [(number + 1, rows[number][column]) for number in numbers if number >= 0]
 
 
@@ -138,12 +138,13 @@ def is_chat(turns: Any) -> bool:
 
 
 def first_row(data: Any) -> dict[str, Any]:
-    """The first row without its empty lists: TRL's functions expect that each list has an entry."""
+    """The first row without its empty lists, since TRL's functions expect that each list has an entry."""
     return {name: value for name, value in next(iter(data), {}).items() if value != []}
 
 
 def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) -> None:
-    """Raise ConfigurationError for chats if the tokenizer has no chat template, like those of many base models."""
+    """Raise ConfigurationError if the data contains chats and the tokenizer has no chat template, as with many base
+    models."""
     from transformers import AutoProcessor
 
     is_setting = hasattr(settings, "chat_template_path")
@@ -155,7 +156,7 @@ def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) 
         return
     try:
         reader = AutoProcessor.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-    except Exception:  # the Trainer raises it, if it loads the tokenizer in the same way
+    except Exception:  # the Trainer raises this error if it loads the tokenizer in the same way
         return
     if getattr(reader, "chat_template", "") is None:
         file = "set chat_template_path to a file with a Jinja template (.jinja)"

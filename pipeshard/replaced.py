@@ -6,8 +6,8 @@ from typing import Any
 
 
 class StandIn:
-    """Base class of objects that replace an attribute for a while and count as its own value (`instead_of`) when states
-    of a model are compared. `instead_of` is MISSING if the attribute is only in the class."""
+    """Base class of objects that temporarily replace an attribute. When states of a model are compared, such an object
+    counts as the attribute's own value, `instead_of`, which is MISSING if only the class has the attribute."""
 
     instead_of: Any
 

@@ -1,8 +1,8 @@
 """Script: runs a training script for `pipeshard launch`, so that an error that several ranks raise is printed once.
 
-`python -m pipeshard.script train.py ...` is like `python train.py ...`, and `-m package.train` like `python -m
-package.train`, except for SIGUSR1 and the output of errors. The module imports little, so it also works if the script's
-first import fails.
+`python -m pipeshard.script train.py ...` is like `python train.py ...`, and `python -m pipeshard.script -m
+package.train` is like `python -m package.train`, except for SIGUSR1 and the output of errors. The module imports
+little, so it also works if the script's first import fails.
 """
 
 import builtins
@@ -29,8 +29,8 @@ _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?|^pipeshard: this is rank .*$"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script as `__main__`. `arguments` are the script's path (or -m and the name of a module) and its own
-    arguments.
+    """Run a script as `__main__`. `arguments` are the script's path (or -m and the name of a module) and the script's
+    own arguments.
 
     SIGUSR1, which Slurm sends to all processes of a job, is ignored until the script installs a handler.
     """
@@ -118,7 +118,7 @@ def record_error(folder: Path, kind: str, text: str) -> bool:
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
     """The class of an error with which the last `attempts` attempts all ended, each within `seconds` of the previous
-    attempt; None if no error did. Errors that another rank caused do not count."""
+    attempt. None if there was no such error. Errors that another rank caused do not count."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")

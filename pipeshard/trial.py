@@ -1,6 +1,6 @@
 """Trial: runs a few steps on processes of this machine, for `pipeshard trace-run` and `demo`.
 
-The command imports little before it starts the processes, which then import the rest in parallel.
+The command imports little before it starts the processes, which then import the other modules in parallel.
 """
 
 import copy

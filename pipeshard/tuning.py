@@ -58,7 +58,7 @@ def main(kind: str, arguments: Sequence[str]) -> int:
 
 
 def refuse_no_rendezvous(settings: Namespace) -> None:
-    """Raise ConfigurationError if several machines have no common rendezvous address: each would use its localhost."""
+    """Raise ConfigurationError for several machines without a rendezvous address: each would use its own localhost."""
     variables = {"PET_RDZV_ENDPOINT", "PET_RDZV_BACKEND", "PET_MASTER_ADDR"}
     is_given = settings.rdzv_endpoint or variables & os.environ.keys()
     if settings.nnodes > 1 and not is_given:
@@ -83,7 +83,7 @@ def earlier_run_error(folder: str) -> ConfigurationError:
 
 
 def check_sources(kind: str, settings: Namespace) -> None:
-    """Download the model and the data if this machine lacks them, once for all ranks of the machine, and check both."""
+    """Check the model and the data. If this machine lacks them, download them, once for all ranks of the machine."""
     import datasets
 
     folder = folder_of(settings)
@@ -101,7 +101,7 @@ def check_sources(kind: str, settings: Namespace) -> None:
 
 
 def refuse_small(settings: Namespace) -> None:
-    """Raise PartitionError for a model that has too few units for the stages, as the plan does."""
+    """Raise PartitionError if the model has too few units for the stages, as the plan does."""
     from pipeshard.graph.units import find_units
     from pipeshard.schedule.schedules import num_chunks
 
@@ -123,8 +123,8 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
         yield f"model_name_or_path={settings.model_name_or_path} is not on this machine: the plan is of model_config"
     if settings.dry_run and planned_optimizer(settings) == "adamw" and plain_name(settings.optim) not in ADAMW:
         yield (
-            f"the plan counts the states of optim={settings.optim} as those of AdamW, two fp32 values per parameter; "
-            f"the states of {settings.optim} take at most as much memory"
+            f"the plan assumes AdamW's states for optim={settings.optim}, two fp32 values per parameter: the states of "
+            f"{settings.optim} take at most as much memory"
         )
     rows_each = 1 + any("chosen" in way for way in COLUMNS[kind])  # a pair of answers is two rows of the batch
     m = microbatches(settings, rows_each)[0]
@@ -158,8 +158,9 @@ def start_ranks(kind: str, settings: Namespace, arguments: Sequence[str]) -> int
 
 
 def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
-    """Print how to continue a run that ended early, if it has written a complete checkpoint to the folder. `earlier`
-    are the complete checkpoints of earlier runs: --resume would continue from one of them if it has more steps."""
+    """Print how to continue a run that ended early, if the run has written a complete checkpoint to the folder.
+    `earlier` are the complete checkpoints of earlier runs. If one of these has more steps, --resume would continue from
+    it."""
     found = complete_checkpoints(folder)
     own = {step for step, when in found.items() if earlier.get(step) != when}
     if not own:
@@ -181,7 +182,7 @@ def has_checkpoint(folder: str) -> bool:
 
 
 def quiet() -> None:
-    """Disable progress bars and FutureWarnings, which TRL's own calls of transformers cause."""
+    """Disable progress bars and FutureWarnings. TRL's own calls of transformers cause these warnings."""
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
@@ -232,10 +233,10 @@ def train(kind: str, settings: Namespace) -> None:
 
 def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
     """Whether this run resumes or restarts, and whether it begins at the newest checkpoint of `folder`. Call it on all
-    ranks; they get the same results.
+    ranks. All ranks get the same results.
 
-    TORCHELASTIC_RESTART_COUNT differs between machines: an agent that restarts its ranks because another agent does so
-    does not count this restart. Therefore, the ranks leave a file in the folder of their agent. Raises
+    TORCHELASTIC_RESTART_COUNT differs between machines: if an agent restarts its ranks because another agent restarts,
+    the agent does not count this restart. Therefore, the ranks leave a file in the folder of their agent. Raises
     ConfigurationError, on all ranks, if a restart by torchrun would resume from the checkpoint of another run.
     """
     import torch.distributed as dist
@@ -254,8 +255,8 @@ def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
 
 
 def line(restarts: bool) -> Any:
-    """A callback that prints one line per log and for the last step. On a terminal, each line replaces the previous
-    one. If the run `restarts`, it first prints the step to resume from."""
+    """A callback that prints a line for each log and for the last step. On a terminal, each line replaces the previous
+    line. If the run `restarts`, the callback first prints the step from which the run resumes."""
     from transformers import TrainerCallback
 
     class Line(TrainerCallback):
@@ -305,7 +306,7 @@ def _parts(content: Any) -> Any:
 
 
 def question(row: Mapping[str, Any], text_field: str) -> Any:
-    """The prompt of a sample: a chat up to its last user turn, or text (of plain text, the first 8 words)."""
+    """The prompt of a sample: a chat up to its last user turn, or a string. For plain text, the first 8 words."""
     if "conversations" in row:
         row = trl().maybe_convert_to_chatml(deepcopy(dict(row)))
     asked = next((row[name] for name in ("prompt", "messages", "chosen", text_field) if name in row), "")
@@ -316,8 +317,8 @@ def question(row: Mapping[str, Any], text_field: str) -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command as one rank. Returns the exit status. An error in the settings, in the cuts or in a checkpoint is
-    printed by only one rank, in one line."""
+    """Run a command as one rank. Returns the exit status. If the settings, the cuts or a checkpoint are invalid, only
+    one rank prints the error, in one line."""
     fold()
     try:
         return main(arguments[0], arguments[1:])

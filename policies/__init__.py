@@ -1,4 +1,7 @@
-"""Policies: the tensor-parallel plans that pipeshard ships by model type; `pipeshard.register_policy` adds policies."""
+"""Policies: the tensor-parallel plans that pipeshard ships, by model type.
+
+To add a policy, call `pipeshard.register_policy`.
+"""
 
 from pipeshard.policies.tensor_parallel import TP_PLANS
 

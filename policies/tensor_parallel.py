@@ -1,7 +1,7 @@
 """Tensor parallelism: plans for base models that transformers ships without a `tp_plan`, by model type.
 
-The styles are those of transformers, and one of pipeshard: `divide:ATTRIBUTES` for a module whose forward reads its
-number of heads or features from its own attributes.
+Plans use transformers' styles and one additional style, `divide:ATTRIBUTES`, for a module whose forward reads the
+number of heads or features from the module's own attributes.
 """
 
 
@@ -12,7 +12,7 @@ def _layers(path: str, colwise: str, rowwise: str) -> dict[str, str]:
 
 
 def _heads(attention: str) -> dict[str, str]:
-    """A plan for a Whisper attention, whose forward reads the number of heads from its own attribute."""
+    """A plan for a Whisper attention module, whose forward reads the number of heads from the module's attribute."""
     return {attention: "divide:num_heads"} | _layers(attention, colwise="q_proj k_proj v_proj", rowwise="out_proj")
 
 

@@ -378,7 +378,7 @@ def test_a_plan_counts_the_states_of_every_optimizer(settings: dict[str, str], e
         return
     assert dry_run.planned_optimizer(read) == expected
     read.dry_run = True
-    noted = any(f"states of optim={read.optim} as those of AdamW" in text for text in tuning.remarks("sft", read))
+    noted = any(f"assumes AdamW's states for optim={read.optim}" in text for text in tuning.remarks("sft", read))
     assert noted == (read.optim in ("lion_32bit", "rmsprop"))
 
 
