@@ -145,7 +145,7 @@ def plan(
 ) -> None:
     """Plan MODEL as a pipeline: the stage and the memory of each rank, and the fastest schedule.
 
-    MODEL is a Hugging Face folder, a config.json, or a model type; KEY=VALUE sets fields of its config. The command
+    MODEL is a Hugging Face folder, a config.json, or a model type. KEY=VALUE sets fields of its config. The command
     reads no weights, computes only shapes (unless --partition profile measures times), and needs no GPU.
 
     \b
@@ -307,8 +307,8 @@ def verify(
 
     Runs SCRIPT (a .py file for torchrun) with its ARGUMENTS until it calls booster.boost, and verifies the script's
     model with the script's samples, criterion, optimizer and plugin. Options of pipeshard precede SCRIPT. MODEL is as
-    in `pipeshard plan`, with KEY=VALUE as ARGUMENTS; its weights are random. Exit codes: 0 exact, 1 different, 2
-    inconclusive.
+    in `pipeshard plan`, with KEY=VALUE as ARGUMENTS. The weights of MODEL are random. Exit codes: 0 exact, 1 different,
+    2 inconclusive.
 
     \b
       pipeshard verify --pp 4 train.py --epochs 3

@@ -77,7 +77,7 @@ class PipelineStageManager:
         self.model_chunk_id: int | None = None
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether the selected chunk is the first virtual stage; with `ignore_chunk`, whether this is the first rank.
+        """Whether the selected chunk is the first virtual stage. With `ignore_chunk`, whether this is the first rank.
 
         Raises:
             UsageError: if `enable_interleave` is True, `ignore_chunk` is False, and no chunk is selected.
@@ -247,7 +247,7 @@ PLUGIN_ATTRIBUTES = {
 
 
 class ForeignAttributeError(UsageError, AttributeError):
-    """An attribute of ColossalAI's plugins that pipeshard lacks. This is an AttributeError, so that `hasattr` returns
+    """An attribute of ColossalAI's plugins that pipeshard does not have. An AttributeError, so that `hasattr` returns
     False."""
 
 

@@ -86,31 +86,32 @@ class PipelineConfig:
             reduces idle time for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
             time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and "1f1b",
             "gpipe" or "zb-h1".
-        num_model_chunks: v, the model chunks per process: 2 (the default) or more for "interleaved", always 2 for the V
-            schedules ("zbv", "v-half", "v-min"), and 1 for all other names. A Program or "auto" determines v itself.
+        num_model_chunks: v, the number of model chunks per rank: 2 (the default) or more for "interleaved", always 2
+            for the V schedules ("zbv", "v-half", "v-min"), and 1 for all other names. A Program or "auto" determines v
+            itself.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
-        partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (the same number of units whose class
-            matches), "profile" (by measured time; "profile:PATH" saves the times in a file), "speed:1.0,0.6" (by cost
-            divided by each rank's relative speed), a list with the number of unit calls of each of the p·v stages, or
-            a list with the names of the modules to cut after.
-        policy: a Policy class for this model; by default the class registered for the model.
-        init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
-            initialized. True uses the architecture's `_init_weights`, and `reset_parameters()` of plain modules. Other
-            values that a constructor sets on meta are lost. With False, you must load the values with
+        partition: how to choose the cuts: "auto" (by cost), "uniform", "parameters", "type:REGEX" (each stage gets the
+            same number of units whose class matches), "profile" (by measured time; "profile:PATH" saves the times in a
+            file), "speed:1.0,0.6" (by cost divided by each rank's relative speed), a list with the number of unit calls
+            of each of the p·v stages, or a list with the names of the modules to cut after.
+        policy: a Policy class for this model. The default is the class registered for the model.
+        init_weights: how to initialize meta tensors (built under `torch.device("meta")`, or accelerate's
+            `init_empty_weights`). True uses the architecture's `_init_weights`, and `reset_parameters()` of plain
+            modules. Other values that a constructor sets on meta are lost. With False, you must load the values with
             `booster.load_model`. A function is called as `fn(module)` or `fn(module, name)` for every module that has
-            its own meta parameters. The values depend only on rank 0's seed (`torch.manual_seed`) and on names, not
-            on `pp_size`.
+            its own meta parameters. The initial values depend only on rank 0's seed (`torch.manual_seed`) and on names,
+            not on `pp_size`.
         dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates a batch of `size`
             samples. The default is the first samples of the dataloader's dataset or, without a dataloader, dummy
             inputs.
         shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")], before the
-            model is cut. The values of a group's first parameter are kept.
-        max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 disables
+            model is cut. The tied parameter keeps the values of the group's first parameter.
+        max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`. 0 disables
             clipping.
         loss_reduction: "token" gives the loss of the whole batch, the mean over its valid labels. "batch" computes this
             mean for each replica's batch separately, and averages the replicas' losses, as DistributedDataParallel
             does. "microbatch" is the unweighted mean of the microbatches' losses.
-        dp_size: the number of replicas; by default as many as the world size allows.
+        dp_size: the number of replicas. The default is the largest number that the world size allows.
         tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
             the plan of the model's policy.
         tp_plan: a custom plan, as a dict from module names (with * for numbers) to "colwise", "rowwise" or another
@@ -121,18 +122,18 @@ class PipelineConfig:
             parameters.
         zero_stage: 1 shards the optimizer state across the replicas, without splitting any parameter's state.
         fsdp: True shards the parameters, gradients and optimizer state of each held unit across the replicas, with
-            torch's `fully_shard`; parameters are gathered once per step.
+            torch's `fully_shard`. Parameters are gathered once per step.
         precision: "fp32" leaves the model in its own dtype. With "bf16" or "fp16", parameters are 16-bit, but gradients
             are accumulated and updates are applied in fp32. "fp16" scales the loss, and all ranks skip a step if a
             gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast with `precision`.
         initial_scale: the initial loss scale, with "fp16".
-        compile: True, or a dict of torch.compile options: each held unit is compiled separately. Units of one class are
-            compiled only once. Not supported with schedules that split the backward, schedule="auto", `num_slices`,
+        compile: True, or a dict of torch.compile options, to compile each held unit by itself. Units of the same class
+            are compiled only once. Not supported with schedules that split the backward, schedule="auto", `num_slices`,
             `offload` of activations, or `deferred_batch_norm`.
-        batch_dims: a dict that maps paths of batch leaves to the batch dimension, if it is not the first (time-major
-            inputs), or to None for a leaf that every microbatch receives unsplit. A batch with an undeclared, ambiguous
-            leaf raises BatchError.
+        batch_dims: a dict from paths of batch leaves to the leaf's batch dimension, if this is not the first dimension
+            (time-major inputs), or to None if every microbatch receives the unsplit leaf. A batch with an undeclared,
+            ambiguous leaf raises BatchError.
         recompute: the unit calls that keep only their inputs and run again in the backward pass: True (all calls), a
             fraction of each stage's calls, from 0 to 1 (repeated layers first), or a list of p·v fractions, one per
             stage.
@@ -144,14 +145,14 @@ class PipelineConfig:
             model.
         timeout: the seconds that one action of a step, or one wait for another rank, may take (three times as long
             outside a step), or None for no limit. After this time, all ranks abort with a table of each rank's current
-            activity. "adaptive" is 20 times the longest action so far, but at least 30 seconds, or 600 seconds until
-            `optimizer.step()` has completed once. A dict sets separate values for a "step", for any "other" call (a
+            activity. "adaptive" is 20 times the longest action so far, but at least 30 seconds (600 seconds until
+            `optimizer.step()` has completed once). A dict sets separate values for a "step", for any "other" call (a
             save, a load, a boost), and for the script's own waits "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
             faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if SIGTERM has no handler). If a
             rank fails, the other ranks then raise the backend's errors.
         check_finite: check that the loss, sent activations and gradients, and the parameters' gradients and updated
-            values are finite. Otherwise, the stage raises NonFiniteError, which names the stage and the first
+            values are finite. If a value is not, the stage raises NonFiniteError, which names the stage and the first
             non-finite parameter, if any. With "fp16", gradients are not checked, since they may overflow.
         verify: prove, before the model is cut, that the split model trains like the unsplit model. In the first
             process, all stages and the unsplit model take two steps on samples of the batch that is used for tracing.
@@ -235,7 +236,7 @@ class PipelineConfig:
 
     @property
     def cut(self) -> tuple[int | None, int | None]:
-        """(num_microbatches, microbatch_size). At most one of the two is set; with `microbatch_tokens`, both are
+        """(num_microbatches, microbatch_size). At most one of the two is set. With `microbatch_tokens`, both are
         None."""
         return self.num_microbatches, self.microbatch_size
 

@@ -42,8 +42,8 @@ class Failed(NamedTuple):
 
 
 class Batches(Iterator[Any]):
-    """An iterator over one epoch's batches that counts the batches in `place`. It holds no reference to the loader (see
-    LoaderPlace)."""
+    """An iterator over one epoch's batches that counts the batches in `place`. The iterator holds no reference to the
+    loader (see LoaderPlace)."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Batches(Iterator[Any]):
         return self.number == self.place.iterators
 
     def is_over(self) -> bool:
-        """Whether no batch is left. This may load the next batch."""
+        """Whether no batch is left. To find out, this method may load the next batch."""
         return self.batches.is_over()
 
     def __next__(self) -> Any:
@@ -122,8 +122,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
     `epoch` counts from 0. `batches` is the number of batches that the training loop has taken in this epoch (workers
     may have loaded more), and `remaining` is the number of batches that the loop can still take. After
-    `load_state_dict(...)`, the loader continues with the next batch. It does not load earlier batches again, except
-    from an IterableDataset, which must be read up to the saved position.
+    `load_state_dict(...)`, the loader continues with the next batch. The loader does not load earlier batches again,
+    except from an IterableDataset, which must be read up to the saved position.
 
     Before each epoch, the loader seeds every random generator of a sampler, including generators of nested samplers.
     While samplers run, the process's generators are also seeded. The loader calls `set_epoch` on every sampler and
@@ -294,7 +294,7 @@ class ResumableDataLoader(DataLoader[Any]):
         return length_of(self) if self._sampler is not None or self.num_workers <= 1 else None
 
     def _has_ended(self) -> bool:
-        """Whether all batches of this epoch have been taken; False before the first batch."""
+        """Whether all batches of this epoch have been taken. False before the first batch."""
         if not self.batches:
             return False
         length = self._length
@@ -359,7 +359,7 @@ class ResumableDataLoader(DataLoader[Any]):
             self.place.set(epoch + 1)
 
     def _sizes(self) -> dict[str, int | None]:
-        """The sizes that must match those of a saved position: batch size (or the number of batches read together),
+        """The sizes that must equal the sizes of a saved position: batch size (or the number of batches read together),
         number of samples and, for a stream, number of workers."""
         n = self._share.replicas
         if self.batch_size is None:

@@ -57,7 +57,7 @@ def show_slices(settings: Namespace, made: Any, show: Callable[..., None]) -> No
 
 @in_settings()
 def planned(settings: Namespace) -> Any:
-    """The plan for these settings. It ignores `device_memory` if sequences are sliced."""
+    """The plan for these settings. If sequences are sliced, the plan ignores `device_memory`."""
     from pipeshard.planner import planner
 
     m, size = microbatches(settings)
@@ -113,7 +113,7 @@ def plain_name(optim: str) -> str:
 
 
 def blank(settings: Namespace) -> Any:
-    """The model on meta, built from its config, with quantized weights and adapters if the settings request them."""
+    """Build the model on meta from its config, with quantized weights and adapters if the settings request these."""
     import torch
     from peft import get_peft_model
 

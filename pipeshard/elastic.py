@@ -178,8 +178,9 @@ class ElasticJob(PreemptibleJob):
     leave or join, until the script ends.
 
     The job initializes the process group (gloo, and NCCL if the agent has a GPU for each of its ranks) unless the
-    script has already initialized it. It chooses the layout with the most stages that the ranks allow, unless `pp_size`
-    is a function. If a rank receives a termination signal, the job saves the state, and the remaining ranks continue.
+    script has already initialized it. The job chooses the layout with the most stages that the ranks allow, unless
+    `pp_size` is a function. If a rank receives a termination signal, the job saves the state, and the remaining ranks
+    continue.
 
         job = ElasticJob("state", pp_size=4, global_batch=16)
         plugin = PipelinePlugin(**job.layout.arguments)
@@ -199,8 +200,8 @@ class ElasticJob(PreemptibleJob):
         keep: the number of saved steps to keep.
         timeout: the timeout of the default process group, in seconds.
 
-    Raises ConfigurationError, on every rank, if no layout is legal for the available ranks, or for an invalid `every`
-    or `keep`; UsageError without a launcher, or outside the main thread.
+    Raises ConfigurationError, on every rank, if no layout is legal for the available ranks, or if `every` or `keep` is
+    invalid. Raises UsageError without a launcher, and outside the main thread.
     """
 
     def __init__(

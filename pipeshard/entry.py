@@ -39,11 +39,11 @@ def initialize(
     Args:
         model: any module. If its weights are on meta, each process initializes or loads the weights of its own stage.
         optimizer: an optimizer of the parameters of `model`. Without an optimizer, the model can only be evaluated.
-        criterion: `fn(output, batch)` that returns the loss; None uses the loss that the model returns.
+        criterion: `fn(output, batch)` that returns the loss. None uses the loss that the model returns.
         dataloader: must yield the same batches on every rank of a replica, as `plugin.prepare_dataloader(...)` does.
         lr_scheduler: the scheduler of this optimizer.
         plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`.
-        arguments: without a plugin, the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is
+        arguments: without a plugin, the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`). `pp_size` is
             required.
 
     Initializes the process group from torchrun's environment, unless the script has already initialized it. With
@@ -160,7 +160,7 @@ class Engine:
         return_outputs: ReturnOutputs = False,
         **options: Any,
     ) -> dict[str, Any]:
-        """Run one batch of `data_iter`; see `PipelinePlugin.execute_pipeline` for the result.
+        """Run one batch of `data_iter`. See `PipelinePlugin.execute_pipeline` for the result.
 
         Without a `model`, the method uses the engine's own model, criterion and optimizer, and trains if the engine has
         an optimizer. With a `model`, it behaves like Booster's method: it trains if an `optimizer` is given. Under
@@ -183,5 +183,5 @@ class Engine:
     def no_sync(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Context manager in which gradients are not summed over replicas and ties; see `PipelinePlugin.no_sync`."""
+        """Context manager in which gradients are not summed over replicas and ties. See `PipelinePlugin.no_sync`."""
         return self.plugin.no_sync(model, optimizer)

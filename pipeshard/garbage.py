@@ -23,9 +23,9 @@ def collector_paused() -> Iterator[None]:
 
 def weak(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """A function that calls `method` while the method's object exists, and `otherwise` afterwards. The function does
-    not keep the object alive. A strong reference would form a cycle between an optimizer and its boosted optimizer.
-    Both, with all states, would then stay in memory until the garbage collector runs, at a different time on each
-    rank."""
+    not keep the object alive. A strong reference would form a cycle between an optimizer and its boosted optimizer. The
+    two optimizers, with all states, would then stay in memory until the garbage collector runs, at a different time on
+    each rank."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:

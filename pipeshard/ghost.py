@@ -65,7 +65,7 @@ _deferred: list[UsageError] | None = None  # the errors of reads and writes insi
 def inside_pipeshard() -> Iterator[None]:
     """Context manager for pipeshard's own use of a model: glue runs on every stage, and may read Ghosts.
 
-    It replaces inference mode with no_grad: autograd cannot use tensors that were created in inference mode, and some
+    Inside, no_grad replaces inference mode: autograd cannot use tensors that were created in inference mode, and some
     tensors (buffers, weights) are kept from one step to the next.
     """
     global _inside  # not thread-local: backward passes run in other threads
@@ -84,7 +84,8 @@ def inside_pipeshard() -> Iterator[None]:
 def as_if_held() -> Iterator[list[UsageError]]:
     """Context manager for a user's function that calls the pipeline. All ranks must reach this call, so reads and
     writes of Ghosts raise no errors: Ghosts look like held parameters, reads return NaN, and writes are discarded.
-    Yields the list of the errors that were not raised. Unless it is empty, the function's results are not valid."""
+    Yields the list of the errors that were not raised. If this list is not empty, the function's results are not
+    valid."""
     global _deferred
     before, _deferred = _deferred, []
     try:

@@ -301,7 +301,7 @@ def has_parameter(model: nn.Module, name: str) -> bool:
 
 @lru_cache
 def _parameters(function: Any) -> frozenset[str]:
-    """The names of a function's arguments. They are cached, since each slice of each step needs them."""
+    """The names of a function's arguments. The result is cached, since each slice of each step needs it."""
     return frozenset(inspect.signature(function).parameters)
 
 

@@ -27,7 +27,7 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
 
         losses = pipeshard.notebook_launch(train, 2)[0]
 
-    cloudpickle copies `fn` to each rank, with the notebook's functions, classes and values that `fn` uses. Create
+    cloudpickle copies `fn` to each rank, including the notebook's functions, classes and values that `fn` uses. Create
     engines inside `fn`. The output of all ranks appears in the cell. Interrupting the cell terminates the ranks.
 
     Args:

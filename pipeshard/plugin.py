@@ -72,8 +72,8 @@ class PipelinePlugin:
     Args:
         pp_size: the number of ranks in a pipeline. `pipeshard.config.PipelineConfig` documents all named arguments.
         foreign: additional arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule. Options that
-            only affect speed are ignored with a warning. Any other argument must be None or ColossalAI's default;
-            otherwise the error names the replacement.
+            only affect speed are ignored with a warning. Any other argument must be None or ColossalAI's default.
+            Otherwise, the error names the replacement.
 
     Every boosted model has its own pipeline, its own random numbers and, with "fp16", its own loss scale. If you boost
     several models with one plugin, pass the model to the plugin's methods.
@@ -83,7 +83,8 @@ class PipelinePlugin:
         grid: this process's position and the process groups. The first use of `grid` is a collective: before
             `booster.boost`, use it on all ranks or on none.
 
-    Raises ConfigurationError for invalid arguments. `booster.boost` raises it if arguments differ between ranks.
+    Raises ConfigurationError for invalid arguments. If arguments differ between ranks, `booster.boost` raises
+    ConfigurationError.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class PipelinePlugin:
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
     ) -> nn.Module:
-        """Add LoRA adapters to a model, before it is boosted; see `pipeshard.checkpoint.lora.enable_lora`."""
+        """Add LoRA adapters to a model before you boost it. See `pipeshard.checkpoint.lora.enable_lora`."""
         return enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config)
 
     @staticmethod

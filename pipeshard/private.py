@@ -191,8 +191,8 @@ _PATCH = "colossalai._analyzer._subclasses._meta_registration"
 
 
 def restore_meta_kernels() -> None:
-    """Remove the meta kernels that ColossalAI registers when it is imported. These kernels were written for torch 1.12:
-    with them, `.item()` on meta returns 0 instead of raising an error, and the results of convolutions and norms have
+    """Remove the meta kernels that ColossalAI registers when it is imported. These kernels were written for torch 1.12.
+    They make `.item()` on meta return 0 instead of raising an error, and give the results of convolutions and norms
     outdated shapes."""
     library = getattr(sys.modules.get(_PATCH), "meta_lib", None)
     if library is not None and library._op_impls:

@@ -350,8 +350,8 @@ def model_options(kind: str, settings: Namespace) -> dict[str, Any]:
 
 
 def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:
-    """The class of the model, as in TRL: a classifier for `reward`, otherwise the class that the folder's config names,
-    which may be a vision-language model. If that class cannot generate text, AutoModelForCausalLM is used instead."""
+    """The class of the model, as in TRL: a classifier for `reward`, and otherwise the class that the folder's config
+    names, which may be a vision-language model. If that class cannot generate text, returns AutoModelForCausalLM."""
     import transformers
 
     from pipeshard.checkpoint.untrusted import folder_config
@@ -365,10 +365,9 @@ def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:
 
 
 def reward_functions(settings: Namespace) -> list[Any]:
-    """The name of the reward model, if there is one, and the functions that `reward_funcs` lists by their TRL name or
-    import path.
+    """The name of the reward model, if any, and the functions that `reward_funcs` lists by TRL name or import path.
 
-    The order is the same as in TRL's own script: `reward_weights` contains the weights in this order.
+    The order is the same as in TRL's own script, since `reward_weights` contains the weights in this order.
     """
     model = settings.reward_model_name_or_path
     return [*([model] if model else []), *map(imported, settings.reward_funcs or ())]

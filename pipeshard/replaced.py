@@ -15,7 +15,7 @@ class StandIn:
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Context manager that sets these attributes of `owner`, and restores the previous values on exit. An attribute
-    that was not in `vars(owner)`, such as one that only the class defines, is deleted from `owner` on exit."""
+    that was not in `vars(owner)`, such as an attribute of the class, is deleted from `owner` on exit."""
     own = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -88,8 +88,8 @@ def _is_default(hook: Any) -> bool:
 
 
 def notes() -> Path | None:
-    """The folder in which ranks record errors (with torchrun, one folder per stderr file), or None if no folder is
-    available."""
+    """The folder in which ranks record errors, or None if no folder is available. With torchrun, there is one folder
+    per stderr file."""
     if ERRORS_FOLDER in os.environ or not os.environ.get(TORCHRUN):
         return Path(os.environ[ERRORS_FOLDER]) if ERRORS_FOLDER in os.environ else None
     try:

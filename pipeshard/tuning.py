@@ -83,7 +83,7 @@ def earlier_run_error(folder: str) -> ConfigurationError:
 
 
 def check_sources(kind: str, settings: Namespace) -> None:
-    """Check the model and the data. If this machine lacks them, download them, once for all ranks of the machine."""
+    """Check the model and the data. If this machine lacks either, download it, once for all ranks of the machine."""
     import datasets
 
     folder = folder_of(settings)
@@ -159,8 +159,8 @@ def start_ranks(kind: str, settings: Namespace, arguments: Sequence[str]) -> int
 
 def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
     """Print how to continue a run that ended early, if the run has written a complete checkpoint to the folder.
-    `earlier` are the complete checkpoints of earlier runs. If one of these has more steps, --resume would continue from
-    it."""
+    `earlier` are the complete checkpoints of earlier runs: if one of them has more steps, --resume would continue from
+    that checkpoint."""
     found = complete_checkpoints(folder)
     own = {step for step, when in found.items() if earlier.get(step) != when}
     if not own:
@@ -170,7 +170,7 @@ def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
 
 
 def complete_checkpoints(folder: str) -> dict[int, int]:
-    """The steps of the complete checkpoints in the folder, each with the time at which it was written."""
+    """The steps of the complete checkpoints in the folder, each with the time at which the checkpoint was written."""
     from pipeshard.trainer import checkpoint  # takes a second to import
 
     return checkpoint.complete_in(Path(folder))
