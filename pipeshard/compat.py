@@ -128,7 +128,7 @@ class PipelineStageManager:
     ) -> list[int]:
         """The number of layers of each of the p·v virtual stages, in the model's order.
 
-        If the layers do not divide evenly, the stages in the middle get one more layer each, since the first stage also
+        If the layers do not divide evenly, stages in the middle get one more layer each, since the first stage also
         holds the embedding, and the last stage holds the head.
 
         Raises:

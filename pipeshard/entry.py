@@ -40,7 +40,7 @@ def initialize(
         model: any module. If its weights are on meta, each process initializes or loads the weights of its own stage.
         optimizer: an optimizer of the parameters of `model`. Without an optimizer, the model can only be evaluated.
         criterion: `fn(output, batch)` that returns the loss. None uses the loss that the model returns.
-        dataloader: must yield the same batches on every rank of a replica, as `plugin.prepare_dataloader(...)` does.
+        dataloader: yields the same batches on every rank of a replica, as one from `plugin.prepare_dataloader` does.
         lr_scheduler: the scheduler of this optimizer.
         plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`.
         arguments: without a plugin, the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`). `pp_size` is

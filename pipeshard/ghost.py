@@ -102,9 +102,9 @@ def looks_held() -> bool:
 class Ghost(nn.Parameter):
     """A released parameter: it keeps its names, shape and dtype, but is frozen and has no values.
 
-    Reading or writing a Ghost's values, copying a Ghost and pickling a Ghost raise UsageError with its `label`. Under
+    Reading or writing the values of a Ghost, copying it or pickling it raises UsageError with its `label`. Under
     `inside_pipeshard`, glue may use a Ghost if no result depends on it: reads return NaN, and writes are discarded.
-    Under `as_if_held`, reads also return NaN and writes are also discarded, but the errors are collected.
+    Under `as_if_held`, reads and writes do the same, and the errors are collected instead of raised.
 
     Attributes:
         pipeshard_trainable: whether the parameter is trained, on the stages that hold it.

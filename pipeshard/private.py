@@ -153,7 +153,7 @@ def extend_timeout(backend: Any, default: timedelta, timeout: timedelta) -> None
 
 
 def set_wrapped(function: Any, inner: Any) -> None:
-    """Replace the inner function that `function`, a torch.nn.utils function, runs under no_grad with `inner`. The
+    """Make `function`, a torch.nn.utils function, run `inner` under no_grad instead of its own inner function. The
     `__wrapped__` of `function` is still the original inner function."""
     names = function.__code__.co_freevars
     function.__closure__[names.index("func")].cell_contents = inner
