@@ -37,7 +37,7 @@ def one_kind() -> Any:
 def reused() -> Any:
     """Flags, configs and answers do not count: the first Dataflow is used for every batch."""
     one_way().start()
-    return mock.patch("pipeshard.graph.snapshot.Flags.number", lambda self: 0)
+    return mock.patch("pipeshard.graph.flags.Flags.number", lambda self: 0)
 
 
 def unreached() -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.engine.loss_values import Range
+from pipeshard.graph.flags import kind_of_number
 from pipeshard.graph.shapes import is_trainable
-from pipeshard.graph.snapshot import kind_of_number
 from pipeshard.graph.units import find_units
 from pipeshard.graph.writes import Noted, count_reads
 from pipeshard.private import tree_leaves

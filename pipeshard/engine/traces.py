@@ -29,12 +29,12 @@ from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of, serialized
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
+from pipeshard.graph.flags import Flags
 from pipeshard.graph.kinds import modes
 from pipeshard.graph.lone import Lone
 from pipeshard.graph.places import HOOKS, format_path
 from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import is_trainable
-from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
 from pipeshard.slices.cut import sequence_of
 from pipeshard.split.policy import Policy

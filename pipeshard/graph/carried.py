@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeshard.batch.batch import Batch
 from pipeshard.graph.dataflow import Carried, Dataflow, Reads, has_one_updater
+from pipeshard.graph.flags import flagged, has_same_entries
 from pipeshard.graph.places import (
     COLLECTIONS,
     HOOKS,
@@ -33,7 +34,7 @@ from pipeshard.graph.places import (
     resolve,
 )
 from pipeshard.graph.preserve import Before, put_hooks
-from pipeshard.graph.snapshot import Snapshot, flagged, has_same_entries, noting_reads
+from pipeshard.graph.snapshot import Snapshot, noting_reads
 from pipeshard.graph.storage import storage_of
 from pipeshard.graph.taint import Decision, Kept
 from pipeshard.graph.tracer import Tracer

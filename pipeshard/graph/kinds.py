@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import TraceError, summary
+from pipeshard.graph.flags import flagged
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.nodes import reached
 from pipeshard.graph.operators import CASTING, casting
 from pipeshard.graph.places import PLAIN, REGISTERED, PathStep, PlacePath, entries_of, format_path, own
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
-from pipeshard.graph.snapshot import Hooks, Snapshot, flagged, noting_reads
+from pipeshard.graph.snapshot import Hooks, Snapshot, noting_reads
 from pipeshard.graph.storage import storage_of
 from pipeshard.graph.taint import Hidden, Kept, Tag, Taint, Value
 from pipeshard.graph.unit_outputs import (

@@ -12,8 +12,9 @@ from torch import nn
 
 from pipeshard.graph.dataflow import Call, Observed
 from pipeshard.graph.kinds import CallKind, Settings
+from pipeshard.graph.mentions import is_mentioned
 from pipeshard.graph.places import MISSING, PathStep, PlacePath, is_comparable, is_constant, names_in, names_stored_in
-from pipeshard.graph.snapshot import is_mentioned, noting_reads
+from pipeshard.graph.snapshot import noting_reads
 from pipeshard.replaced import replaced
 
 OF_MODULES = frozenset(dir(nn.Module()))  # attributes that every module has

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import TraceError, UsageError
+from pipeshard.graph.mentions import is_mentioned
 from pipeshard.graph.places import format_path, is_comparable
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.graph.snapshot import Snapshot, is_mentioned
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import (
     ARGUMENTS,

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import files
 from pipeshard.checkpoint import optimizer as subject
+from pipeshard.checkpoint import optimizer_content as written
 from pipeshard.checkpoint.safetensors_files import RANK_FILES
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.optimizer_trial import check_separable
@@ -682,18 +683,18 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def described(*groups: dict[str, Any]) -> subject.Content:
-    return {"format": subject.OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [*groups], "state": {}, "shared": {}}
+def described(*groups: dict[str, Any]) -> written.Content:
+    return {"format": written.OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [*groups], "state": {}, "shared": {}}
 
 
 def test_options_of_a_group_are_compared_where_it_has_parameters() -> None:
     """An optimizer that counts steps in its groups (apex' FusedAdam) counts none for a group without parameters, as on
     a stage without embeddings: no checkpoint could be written."""
     counted, empty = {"params": ["wte.weight"], "lr": 0.1, "step": 3}, {"params": [], "lr": 0.1}
-    whole, _ = subject.merged_description([described(empty), described(counted), described(empty)])
+    whole, _ = written.merged_description([described(empty), described(counted), described(empty)])
     assert whole["param_groups"] == [counted]
     with pytest.raises(CheckpointError, match="step of group 0 is 3 on rank 1, but 4 on rank 2: use the same options"):
-        subject.merged_description([described(empty), described(counted), described({**counted, "step": 4})])
+        written.merged_description([described(empty), described(counted), described({**counted, "step": 4})])
 
 
 def checked(rate: float) -> None:

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import state_folder, untrusted
-from pipeshard.checkpoint.optimizer import DESCRIPTION, OPTIMIZER_FORMAT, VALUE, _read_content, content_flaw
+from pipeshard.checkpoint.optimizer import DESCRIPTION, _read_content
+from pipeshard.checkpoint.optimizer_content import OPTIMIZER_FORMAT, VALUE, content_flaw
 from pipeshard.checkpoint.safetensors_files import (
     StoredTensors,
     check_shards,

@@ -26,8 +26,7 @@ from pipeshard.batch.read import read_batch
 from pipeshard.engine import traces, ways
 from pipeshard.engine.running_state import deferred
 from pipeshard.errors import TraceError
-from pipeshard.graph import snapshot
-from pipeshard.graph.snapshot import Flags
+from pipeshard.graph.flags import MOST_STATES, Flags
 from pipeshard.graph.trace import trace
 from pipeshard.split.materialize import is_released
 from tests import zoo
@@ -671,7 +670,7 @@ def traced_often() -> list[tuple[int, list[str]]]:
         model, said = Annealed(), list[str]()
         model.beta = nn.Buffer(torch.tensor(0.0)) if kind == "buffer" else 0.0
         with (
-            mock.patch.object(snapshot, "MOST_STATES", FEW_STATES),
+            mock.patch("pipeshard.graph.flags.MOST_STATES", FEW_STATES),
             mock.patch.object(traces, "trace", wraps=traces.trace) as tracing,
             mock.patch.object(traces.logger, "warning", lambda text, *args, said=said: said.append(text % args)),
         ):
@@ -1124,11 +1123,11 @@ def test_a_state_in_use_is_not_forgotten() -> None:
     model: Any = nn.Linear(1, 1)
     model.epoch, numbers = None, []
     flags = Flags(model)
-    for epoch in range(snapshot.MOST_STATES + 2):
+    for epoch in range(MOST_STATES + 2):
         for model.epoch in (None, f"epoch {epoch}"):
             numbers.append(flags.number())
             flags.stepped()
-    assert set(numbers[::2]) == {0} and len({*numbers[1::2]}) == snapshot.MOST_STATES + 2
+    assert set(numbers[::2]) == {0} and len({*numbers[1::2]}) == MOST_STATES + 2
     assert flags.newest_change()
 
 

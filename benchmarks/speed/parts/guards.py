@@ -26,7 +26,7 @@ from pipeshard.engine.stage import Stage
 from pipeshard.engine.step_guard import StepGuard
 from pipeshard.engine.updates import FIRST, Updates
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.snapshot import Flags
+from pipeshard.graph.flags import Flags
 from pipeshard.split.replay import Replay
 from pipeshard.verify.decide import alone
 from pipeshard.verify.proof import prove

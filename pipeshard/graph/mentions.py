@@ -1,0 +1,76 @@
+"""Mentions: whether other code of a model names a place to which a unit has written."""
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from pipeshard.graph.places import PlacePath, is_users_function, names_in, own
+
+
+def is_mentioned(place: PlacePath, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
+    """Whether code outside `unit` mentions the name of `place`, and may therefore read the value that a call of the
+    unit has written to the place. This code is the criterion's code, the classes of modules that `unit` does not
+    contain, and functions in attributes of such modules. A user's decorator that `unit` also has does not count. True
+    for a place without a name."""
+    name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
+    if name is None:
+        return True
+    name = name.rpartition(".")[2]
+    around, inside = _classes_in(model), _classes_in(unit)
+    others, code = around - inside, set[CodeType]()
+    if isinstance(criterion, FunctionType):
+        code.add(criterion.__code__)
+    else:
+        others.add(type(criterion))
+    functions = (_undecorated(value) for kind in others for value in _members_of(kind))
+    code |= {function.__code__ for function in functions if function}
+    code |= _decorating(others) - _decorating(inside)
+    code |= _code_held(model) - _code_held(unit)
+    return any(name in names_in(each) for each in code)
+
+
+def _classes_in(model: nn.Module) -> set[type]:
+    return {type(module) for module in model.modules()}
+
+
+def _members_of(kind: type) -> Iterator[Any]:
+    """The values in the dicts of a class and its bases, except nn.Module. The values are not cached, since the user may
+    replace them."""
+    for base in kind.__mro__:
+        if base not in (nn.Module, object):
+            yield from vars(base).values()
+
+
+def _decorating(kinds: Iterable[type]) -> set[CodeType]:
+    """The code of the user's decorators of functions in these classes."""
+    values = (value for kind in kinds for value in _members_of(kind))
+    return {decorator.__code__ for value in values if (decorator := _decorator(value))}
+
+
+def _code_held(model: nn.Module) -> set[CodeType]:
+    """The code of the functions in attributes of the modules of `model`, such as a replaced forward, and of their
+    decorators."""
+    values = (own(value) for module in model.modules() for value in vars(module).values())
+    held = [value for value in values if isinstance(value, FunctionType | MethodType | functools.partial)]
+    found = (function for value in held for function in (_undecorated(value), _decorator(value)))
+    return {function.__code__ for function in found if function}
+
+
+def _called(value: Any) -> Any:
+    """The function of a method, a property or a partial."""
+    return getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
+
+
+def _undecorated(value: Any) -> FunctionType | None:
+    function = inspect.unwrap(_called(value))
+    return function if isinstance(function, FunctionType) else None
+
+
+def _decorator(value: Any) -> FunctionType | None:
+    """The user's decorator of the function of a method, a property or a partial, or None."""
+    function = _called(value)
+    return function if function is not inspect.unwrap(function) and is_users_function(function) else None
