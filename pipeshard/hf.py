@@ -372,7 +372,7 @@ def full_name(model: nn.Module, name: str) -> str:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether the model, without adapters, has one of transformers' own classes."""
+    """Whether transformers defines the class of the model (without adapters)."""
     return type(without_adapters(model)[1]).__module__.startswith("transformers.")
 
 

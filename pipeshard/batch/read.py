@@ -238,10 +238,10 @@ class RowDims:
             return False
         if counted_before or size_before != size:
             raise BatchError(
-                f"the first dimension of {path} had size {size_before} in a batch of {rows_before} samples, and has "
-                f"size {size} in a batch of {rows}. This dimension is therefore not always the batch dimension. Pass "
-                f"PipelinePlugin(batch_dims={{{path!r}: None}}) to pass all of {path} to every microbatch, or "
-                f"batch_dims={{{path!r}: 0}} if {path} has one entry per sample"
+                f"the first dimension of {path} had size {size_before} in an earlier batch of {rows_before} samples, "
+                f"but has size {size} in this batch of {rows} samples. This dimension is therefore not always the "
+                f"batch dimension. Pass PipelinePlugin(batch_dims={{{path!r}: None}}) to pass all of {path} to "
+                f"every microbatch, or batch_dims={{{path!r}: 0}} if {path} has one entry per sample"
             )
         return True
 

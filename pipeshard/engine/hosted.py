@@ -69,7 +69,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 class HostedWeight(MasterWeight):
-    """A MasterWeight whose `master` is in host memory as soon as an optimizer trains the parameter.
+    """A MasterWeight whose `master` is kept in host memory once an optimizer trains the parameter.
 
     Attributes:
         is_updating: whether the optimizer is updating `master`. `master` has a gradient only during the update.

@@ -319,9 +319,9 @@ class _Search:
             if losses is not None and losses.whole.denominator and not losses.counts_add_up:
                 count = losses.parts[-1].denominator
                 raise ConfigurationError(
-                    "the criterion returns a pair (sum, count), but the count of samples without valid labels is "
-                    f"{count:g}, and counts of microbatches are added up: remove the lower bound of the count "
-                    "(clamp(min=1)). pipeshard divides the sums by the total count"
+                    "the criterion returns a pair (sum, count), but for samples without valid labels the count is "
+                    f"{count:g}, not 0. pipeshard divides the total of the sums by the total of the counts, so such "
+                    "samples would change the loss: remove the lower bound of the count, such as clamp(min=1)"
                 )
 
     def _without_valid(self, batch: Batch, path: str, ignore: float, start: int) -> Losses | None:

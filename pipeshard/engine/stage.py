@@ -175,8 +175,8 @@ class Stage:
         scale: float = 1.0,
         splits: Collection[int] = (),
     ) -> None:
-        """Prepare a step. Backwards start from the loss times `scale`. `splits` are the microbatches whose backward has
-        a separate `weight`."""
+        """Prepare a step. Backward passes start from the loss times `scale`. `splits` are the microbatches whose
+        backward has a separate `weight`."""
         self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
         self.scale, self.splits = scale, splits
         self.replay.criterion = criterion

@@ -164,7 +164,7 @@ class CallKind:
 
     @cached_property
     def reads_outside(self) -> tuple[Location, ...]:
-        """The attributes of modules outside the unit that the visited call read."""
+        """The attributes that the visited call has read from modules outside the unit."""
         outside = {path for address, (_, path) in self.settings.modules.items() if address not in self.settings.own}
         return tuple(at for at in self.read if at[0] in outside)
 

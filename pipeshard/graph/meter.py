@@ -269,7 +269,7 @@ class Meter(DispatchMode):
         if not self.is_differentiating:
             raise TraceError(
                 "the model runs a backward pass inside its forward, so the planner cannot estimate the model's memory: "
-                "choose the schedule and the partition yourself, without schedule='auto' and partition='profile'"
+                "set the schedule and the partition explicitly, instead of schedule='auto' or partition='profile'"
             )
         return entry.tensor
 
@@ -334,8 +334,8 @@ class Meter(DispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operator on placeholders can run on shapes only. A view cannot. Neither can an operator that uses only
-    the shape of its input, since the operator's result has real values."""
+    """Whether an operator on placeholders can run on shapes only. A view cannot. Neither can an operator that reads
+    only the shape of its input (such as zeros_like), since its result must have actual values."""
     changes_shape = torch.Tag.inplace_view in func.tags
     return not (_is_view(func) or changes_shape or func._overloadpacket in SHAPED)
 

@@ -92,9 +92,9 @@ class CountedData:
         _count(tensor)
         if (name := vars(tensor).get(SHARD_OF)) is not None and is_moved(tensor, value):
             raise UsageError(
-                f"the data of {name} was assigned, but this parameter is sharded (fsdp, tp_size or ep_size), and the "
-                "model would keep computing with its former values: call p.data.copy_(value). To restore values later, "
-                "keep p.detach().clone()"
+                f"cannot assign to .data of {name}: this parameter is sharded (fsdp, tp_size or ep_size), and the "
+                "model would continue to compute with the old values. Call p.data.copy_(value) instead. To restore "
+                "values later, keep p.detach().clone()"
             )
         DATA.__set__(tensor, value)
 

@@ -444,7 +444,7 @@ def tensor_bytes(spec: TensorSpec) -> int:
 
 
 class _Union:
-    """Sums of sizes over runs of calls. A key that occurs in several calls of a run counts once."""
+    """Sums of sizes over runs of consecutive calls. A key that occurs in several calls of a run counts once."""
 
     def __init__(self, per_call: Sequence[Mapping[Hashable, int]]) -> None:
         previous: dict[Hashable, int] = {}

@@ -79,7 +79,8 @@ class Rule(NamedTuple):
 
     A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
     `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of
-    the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, a program always terminates.
+    the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, every program completes all
+    microbatches.
     """
 
     deep_forward: bool

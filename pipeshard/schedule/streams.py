@@ -3,9 +3,9 @@
 A host queues all actions of a step on its GPU and does not wait. With NCCL, each message runs as a kernel on the
 sending rank and a kernel on the receiving rank. Each kernel waits on its communicator's stream for earlier messages,
 then for the other rank's kernel. Ranks that post messages in different orders may therefore deadlock, although no host
-waits. An operation that waits for the device (`cudaFree`, a kernel that is loaded late, an autotuner) also waits for
-messages whose other ends may be posted only after this operation. torch.distributed.pipelining and Megatron-LM order
-messages by hand for each schedule. Here one order serves every schedule.
+waits. An operation that synchronizes the device (`cudaFree`, lazy kernel loading, an autotuner) also waits for all
+posted messages, including messages that the other rank may post only after this operation. torch.distributed.pipelining
+and Megatron-LM order messages by hand for each schedule. Here one order serves every schedule.
 """
 
 import dataclasses

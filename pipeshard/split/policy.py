@@ -335,8 +335,9 @@ def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], Pol
 
 def find_policy(model: nn.Module) -> type[Policy]:
     """The policy registered for the model's class, for one of its base classes, or for the model's `config.model_type`.
-    Otherwise, the first of: the policy of an installed package's entry point, the policy in the folder policies/, and
-    Policy itself. A PeftModel has the policy of its base model, unless a policy is registered for the PeftModel.
+    Otherwise, the first of the following that exists: the policy of an installed package's entry point, the policy in
+    pipeshard's folder policies/, or Policy itself. A PeftModel has the policy of its base model,
+    unless a policy is registered for the PeftModel.
 
     Raises ConfigurationError if several entry points match, or if the entry point does not load a Policy.
     """

@@ -161,10 +161,10 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         others = {**dict(module.named_buffers()), **vars(module)}
         if key := next((key for key, x in others.items() if isinstance(x, Tensor) and count in x.shape[:1]), None):
             raise ConfigurationError(
-                f"{by}_size={size}: the first dimension of {path}.{key} is num_experts={count}, but only parameters "
-                "are sharded. If this tensor has an entry for each expert, make it an nn.Parameter with requires_grad="
-                f"False, and assign {EXPERTS!r} to it in your {by}_plan; otherwise, give it another "
-                f"shape, such as (1, {count})"
+                f"{by}_size={size}: the first dimension of {path}.{key} is num_experts={count}, but {key} is not a "
+                "parameter, and only parameters are sharded. If this tensor has an entry for each expert, make it an "
+                f"nn.Parameter with requires_grad=False, and assign {EXPERTS!r} to it in your {by}_plan; otherwise, "
+                f"give it another shape, such as (1, {count})"
             )
         if any(isinstance(inner, Dropout) and inner.p for inner in module.modules()):
             raise ConfigurationError(

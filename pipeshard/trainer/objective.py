@@ -369,10 +369,10 @@ class Answer(Asking):
             )
         if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):
             raise UsageError(
-                "compute_loss is called for each batch of a gradient accumulation window before the step, and again in "
-                f"the step, but passes different values of {', '.join(other)} to the model in these calls. Compute "
-                "these values in the data collator, or without random numbers and without state that compute_loss "
-                "changes"
+                "compute_loss is called twice for each batch of a gradient accumulation window (before the step and "
+                f"during the step), but passes different values of {', '.join(other)} to the model in the two calls. "
+                "Compute these values in the data collator, or make them independent of random numbers and of any "
+                "state that compute_loss changes"
             )
         self.was_called = True
         return self.outputs

@@ -176,9 +176,10 @@ def refusing_resize(model: nn.Module, name: str) -> Iterator[None]:
         if after != before:
             raise ConfigurationError(
                 f"{name} would resize the embeddings from {before} to {after} tokens, but the weights of the model are "
-                "on meta until the stages load them. If chat_template_path names a model, set it to a file with a "
-                "Jinja template (.jinja), such as that model's chat_template.jinja. Or resize the embeddings of the "
-                "model that transformers' from_pretrained returns, and save it for PipelinePlugin.from_pretrained"
+                "on the meta device until the stages load them. If chat_template_path names a model, set it to a file "
+                "with a Jinja template (.jinja), such as that model's chat_template.jinja. Otherwise, load the model "
+                "with transformers' from_pretrained, resize its embeddings, save it with save_pretrained, and pass the "
+                "new folder to PipelinePlugin.from_pretrained"
             )
         return resize(new_num_tokens, pad_to_multiple_of, **options)
 

@@ -53,8 +53,8 @@ class Rollouts:
         for attribute, name in CALLED.items():
             if getattr(self, attribute, None):
                 raise ConfigurationError(
-                    f"{type(self).__name__} does not support {name}: every rank would run this code, and completions "
-                    "could differ between ranks. Remove it"
+                    f"{type(self).__name__} does not support {name}: every rank would call it separately, and "
+                    f"completions could differ between ranks. Remove {name}"
                 )
         if (tokens := self.pipeline.config.microbatch_tokens) is not None:
             raise ConfigurationError(
