@@ -119,7 +119,8 @@ def test_a_table_is_not_cut_where_it_has_as_many_entries_as_samples_by_chance() 
     dims = RowDims(Detector())
     read(dims, LENGTH, table=table)
     with pytest.raises(
-        BatchError, match="dimension of table had size 6 in a batch of 6 samples, and has size 6 in a batch of 4"
+        BatchError,
+        match="dimension of table had size 6 in an earlier batch of 6 samples, but has size 6 in this batch of 4",
     ):
         read(dims, 4, table=table)
     read(RowDims(Detector(), {"table": None}), LENGTH, table=table)

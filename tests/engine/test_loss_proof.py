@@ -582,7 +582,9 @@ def test_a_mean_over_samples_may_count_those_without_labels(beside: dict[str, Te
 
 def test_a_count_with_a_lower_bound_is_refused() -> None:
     """Each microbatch without a valid label added 1 to the count, and made the gradients too small, silently."""
-    with pytest.raises(ConfigurationError, match=r"count of samples without valid labels is 1.*remove the lower bound"):
+    with pytest.raises(
+        ConfigurationError, match=r"samples without valid labels the count is 1.*remove the lower bound"
+    ):
         rule(at_least_one, tokens())  # type: ignore[arg-type]
     counted = rule(lambda out, batch: (at_least_one(out, batch)[0], (batch["labels"] != -100).sum()), tokens())  # type: ignore[arg-type, return-value]
     assert counted.counted
@@ -601,7 +603,7 @@ def at_least_one_word(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def test_a_lower_bound_of_a_count_by_mask_or_mark_is_refused(criterion: Criterion) -> None:
     """A count of a mask, or of labels that are not padding, had a lower bound: each microbatch without a position to
     count added 1 to the count, since only labels of -100 were tried."""
-    with pytest.raises(ConfigurationError, match=r"without valid labels is 1.*remove the lower bound"):
+    with pytest.raises(ConfigurationError, match=r"without valid labels the count is 1.*remove the lower bound"):
         rule(criterion, tokens(mask=ONES[:4]))
 
 
@@ -622,7 +624,7 @@ def test_a_lower_bound_is_refused_whatever_the_name_of_the_labels(key: Any) -> N
     batch = tokens()
     tags = batch.pop("labels").where(torch.arange(24).view(4, 6) % 5 > 0, -1)
     of_tags = (batch["ids"], tags) if key == 1 else batch | {key: tags}
-    with pytest.raises(ConfigurationError, match=r"without valid labels is 1.*remove the lower bound"):
+    with pytest.raises(ConfigurationError, match=r"without valid labels the count is 1.*remove the lower bound"):
         rule(at_least_one, of_tags, model=OfIds())
 
 
