@@ -42,13 +42,13 @@ class ModelGradients:
     skip their step.
 
     Attributes:
-        names: maps each parameter of the full model to its name, including parameters that boost has replaced.
+        names: maps each parameter of the full model, including parameters that boost has replaced, to its name.
         trained: the names of the parameters that the model's optimizers train.
         updated: this rank's MasterWeights, by name, that an optimizer contains or has contained. Weights of optimizers
         that no longer exist remain, since ranks may free optimizers at different times.
         copies: the WeightCopies of these weights.
-        norm: the last gradient norm of the full model (of `norm_type`) before clipping, or None if this step has not
-        computed a norm.
+        norm: the last gradient norm of the full model (of order `norm_type`, before clipping), or None if this step has
+        not computed a norm.
         overflow: whether the last step was skipped because a gradient overflowed.
         remedy: the advice in error messages on how to replace a call of torch's clipping functions.
         parts: the parameters of each stage on this rank, if the training loop has the stages' modules (interop).
@@ -160,14 +160,14 @@ class ModelGradients:
         mixed = [p for p in self._mixed if p.grad is not None and bool(stored(p.grad).any())]
         if mixed:
             raise UsageError(
-                "the last training step failed, but some of its microbatches may have added gradients to the gradients "
+                "the last training step failed, but some of its microbatches may already have added to the gradients "
                 f"of earlier steps (parameters: {listed([*self.names_of(mixed).values()], 3)}): call "
                 "optimizer.zero_grad() or model.zero_grad(), then repeat all steps of this accumulation window"
             )
         self._mixed = []
 
     def follow(self, adopts: bool, shares: bool = True) -> bool:
-        """If the loop has written to a parameter or to its master weight, copy the write to the other tensor (see
+        """If the loop has written to a parameter or to its master weight, copy the new value to the other tensor (see
         MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With ZeRO and
         `shares=False`, copies nothing, and raises UsageError if the loop has written through an optimizer's groups."""
         if shares or not self.copies.zero:
@@ -177,7 +177,7 @@ class ModelGradients:
 
     def complete(self) -> None:
         """Sum the gradients that were accumulated under `no_sync` over the ranks that hold each parameter. Such
-        gradients remain if an epoch ends within an accumulation window. Raises UsageError on every rank if a loop has
+        gradients remain if an epoch ends within an accumulation window. Raises UsageError on every rank if the loop has
         modified these gradients on any rank. Call it on all ranks."""
         if self.sync.is_partial:
             self._settle()
@@ -205,7 +205,8 @@ class ModelGradients:
             self.copies.share()
 
     def share_written(self) -> None:
-        """As `settle`, but broadcast weights only if a replica has written to a weight. Call it on all ranks."""
+        """As `settle`, but broadcast weights only if the loop has written to a weight on any replica. Call it on all
+        ranks."""
         is_due = torch.tensor(self.follow(adopts=False))
         if bool(gather(is_due, self.grid.replicas).any()):
             self.copies.share()
@@ -280,9 +281,9 @@ class ModelGradients:
         return grad_norm(counted, self.grid.world, norm_type) / self._factor
 
     def _counted(self) -> dict[nn.Parameter, int]:
-        """Map each parameter whose gradient this rank contributes to the norm to the number of ranks that contribute
-        the same gradient. With ZeRO, only a parameter's owner contributes, since a loop can change the gradient only in
-        the owner's optimizer groups."""
+        """The parameters whose gradients this rank contributes to the norm, each mapped to the number of ranks that
+        contribute the same gradient. With ZeRO, only a parameter's owner contributes, since a loop can change the
+        gradient only in the owner's optimizer groups."""
         counted = dict(self._holders)
         for weight in self.updated.values() if self.copies.zero else ():
             if weight.owner == self.grid.replica:
@@ -320,21 +321,22 @@ class ModelGradients:
         self._trains_all = all(trains_all for _, trains_all in told)
         if untrained := [name for names, _ in told for name in names]:
             raise UsageError(
-                f"max_norm={self.max_norm} clips by the norm of the full model, but there are gradients of parameters "
-                f"that no boosted optimizer contains: {listed(untrained, 3)}. Freeze these parameters "
-                "(requires_grad_(False)) and clear their gradients (model.zero_grad()), add the parameters to an "
-                "optimizer, or pass max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all "
-                "gradients"
+                f"there are gradients of parameters that no boosted optimizer contains: {listed(untrained, 3)}. It is "
+                f"therefore unclear whether max_norm={self.max_norm}, which clips by the norm of the full model, "
+                "should count these gradients. Freeze these parameters (requires_grad_(False)) and clear their "
+                "gradients (model.zero_grad()), add the parameters to an optimizer, or pass max_norm=0 and call "
+                "optimizer.clip_grad_by_norm(max_norm), which counts all gradients"
             )
 
 
 STUCK = 10  # a warning is logged after this many consecutive skipped steps with the smallest loss scale
 SKIPPED = (
-    "the last %d steps were skipped, although the loss scale has already been reduced to %s: the gradients are not "
-    "finite. To find the non-finite gradients, check p.grad of model.named_parameters() on every rank, directly after "
-    "execute_pipeline. If the loss is not finite, pass check_finite=True to PipelinePlugin to find the stage that "
-    "computes non-finite values, or use precision='bf16'. clip_grad_by_norm also counts the gradients of parameters "
-    "that no optimizer contains, and optimizer.zero_grad() does not clear these gradients: call model.zero_grad()"
+    "the last %d steps were skipped because gradients were not finite, although the loss scale has already been "
+    "reduced to %s. To find the non-finite gradients, check p.grad of model.named_parameters() on every rank, directly "
+    "after execute_pipeline. If the loss is not finite, pass check_finite=True to PipelinePlugin to find the stage "
+    "that computes non-finite values, or use precision='bf16'. clip_grad_by_norm also counts the gradients of "
+    "parameters that no optimizer contains, and optimizer.zero_grad() does not clear these gradients: call "
+    "model.zero_grad()"
 )
 
 

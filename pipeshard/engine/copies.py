@@ -24,11 +24,11 @@ logger = logging.getLogger("pipeshard")
 
 VERSION = attrgetter("_version")  # the number of in-place writes to a tensor
 UNSHARED = (
-    "the loop has not written the same value to {name} on every replica, for example because it has written through "
-    "optimizer.param_groups or a method of the optimizer: with zero_stage=1, optimizer.param_groups contains only the "
-    "weights that this replica updates. model(...) would compute with different weights on each replica: write to "
-    "model.parameters() on every rank, or use booster.execute_pipeline(...) instead of model(...): it sends writes to "
-    "the other replicas, as optimizer.train() and optimizer.eval() do"
+    "the loop has not written the same value to {name} on every replica, so model(...) would compute with different "
+    "weights on each replica. The loop may have written through optimizer.param_groups or a method of the optimizer: "
+    "with zero_stage=1, optimizer.param_groups contains only the weights that this replica updates. Write to "
+    "model.parameters() on every rank, or use booster.execute_pipeline(...) instead of model(...). execute_pipeline "
+    "sends writes to the other replicas, as optimizer.train() and optimizer.eval() do"
 )
 DRIFTED = (
     "the data-parallel replicas of stage %d have different values of %s at step %d, so each replica trains a different "
@@ -126,10 +126,10 @@ class WeightCopies:
 
     def refuse_unshared(self) -> None:
         """With ZeRO, raise UsageError if the loop has written through the optimizer's groups, which contain only the
-        weights of this replica. In 16 bits, such a write changes a master weight. In fp32, the groups contain the
-        parameters themselves. This method then assumes a write through the groups if the loop has written to all
-        trained weights of this replica, and to no trained weights of other replicas. `refuse_differing` later finds
-        other writes that make replicas differ."""
+        weights of this replica. In 16-bit training, such a write changes a master weight. In fp32, the groups contain
+        the parameters themselves, so this method assumes such a write if the loop has written to all trained weights of
+        this replica, and to no trained weight of other replicas. `refuse_differing` later finds other writes that make
+        replicas differ."""
         written = self._written()
         masters = [name for name, (is_parameter, _) in written.items() if not is_parameter]
         trained = [weight for weight in self._watched if weight.parameter.requires_grad]

@@ -1,6 +1,6 @@
 """Coupling: detects whether the training loop changes a parameter with a value computed from several parameters.
 
-Examples are a radius computed from the norm of all gradients, a projection, a quantile, or noise that one generator
+Examples are a radius computed from the norm of all gradients, a projection, a quantile, and noise that one generator
 produces for several parameters in turn. With several stages, each rank computes such a value from the parameters of one
 stage only. A clamp, decay or average of each parameter separately is exact. The written values alone do not show
 whether the loop combined parameters. So in some updates, torch modes intercept all operators of the loop. The modes
@@ -283,7 +283,7 @@ class Coupling:
         numbers = [] if "norm" in func.name() else [_number(each) for each in inputs if self._is_number(each)]
         if self._has_read:
             tags |= set(map(Number, numbers))
-        elif numbers and tags:  # the loop has used the values it read, without missing another rank's
+        elif numbers and tags:  # the loop has used the values it read, and missed no parameter of another rank
             self._read.clear()
         for tensor in written:
             keeps = not overwrites or _is_part(tensor)
@@ -364,10 +364,10 @@ COUPLED = (
     f"process. {REMEDY}"
 )
 DRAWN = (
-    "The training loop changed {changed} on {rank} with generated random numbers: one generator produced numbers for "
-    "several parameters in turn, but not for {rest}, which another rank trains. The numbers therefore differ from "
-    "those of a single process. Use a separate torch.Generator().manual_seed(...) for each parameter, seeded with the "
-    "parameter's name and the step"
+    "The training loop changed {changed} on {rank} with random numbers that one generator produced for several "
+    "parameters in turn, but not for {rest}, which another rank trains. The numbers therefore differ from those of a "
+    "single process. Use a separate torch.Generator().manual_seed(...) for each parameter, with a seed computed from "
+    "the parameter's name and the step"
 )
 
 
@@ -406,7 +406,7 @@ class Operators(Watching, DispatchMode):
 
 
 class PythonReads(Watching, TorchFunctionMode):
-    """Reports tensors that Python reads without torch's dispatcher (tolist, numpy) to its Coupling."""
+    """Reports to its Coupling the tensors that Python reads without torch's dispatcher (tolist, numpy)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()

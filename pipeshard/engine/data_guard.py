@@ -1,6 +1,6 @@
 """Data guard: counts a loop's uses of `tensor.data`, since a write through `data` does not change the tensor's version.
 
-An example is `parameter.data.clamp_(-c, c)`. While a boosted model is alive, the guard replaces the attribute
+One such write is `parameter.data.clamp_(-c, c)`. While a boosted model is alive, the guard replaces the attribute
 `Tensor.data` with a descriptor (graph/writes.py).
 """
 

@@ -59,9 +59,9 @@ def _traced(
 
 
 def _of_all_samples(model: nn.Module, sample: Batch, of_trace: Callable[..., Dataflow]) -> Dataflow:
-    """The Dataflow of a sample batch, traced on a few shortened samples. If the full batch uses more parameters, as
-    with adapters chosen by each sample's language or layers for long samples, returns the Dataflow of the full
-    batch."""
+    """The Dataflow of a sample batch, traced on a few shortened samples. If the full batch uses more parameters (such
+    as adapters chosen by each sample's language, or layers that only long samples use), returns the Dataflow of the
+    full batch."""
     flow = of_trace(sample)
     used = used_parameters(model, flow)
     if used < {*model.parameters()} and (flow.watched or flow.deltas(sample) is None):
@@ -78,9 +78,9 @@ def beside_glue(
     """Context manager that temporarily moves the criterion's tensors on this rank's `device`, such as class weights, to
     the device `of_glue`. Yields whether it has moved any tensor.
 
-    A step calls the criterion on `device`, but boost traces the model before it moves the model. A criterion that moves
-    the model's output to the device of its own tensors does not need this context, and its tensors may include a large
-    teacher model.
+    A step calls the criterion on `device`, but boost traces the model before it moves the model. Use this context only
+    after a trace has failed: a criterion that moves the model's output to the device of its own tensors does not need
+    it, and a criterion's tensors may include a large teacher model.
     """
     held = Snapshot({"the criterion": criterion}, without=(model,)).tensors if device != of_glue else ()
     moved = {tensor: tensor.data for *_, tensor, _ in held if tensor.device == device and not is_released(tensor)}

@@ -86,8 +86,8 @@ class Asked(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A microbatch of the last step. On the last stage's rank, the step's loss contains the microbatch's loss times
-    `share` or, if `summed`, the sum that the criterion returned times `share`."""
+    """A microbatch of the last step. On the last stage's rank, the step's loss contains `share` times the microbatch's
+    loss or, if `summed`, `share` times the sum that the criterion returned."""
 
     share: float
     summed: bool
@@ -295,7 +295,7 @@ class Pipeline:
         if train and self.trainable and not agreed.news & TRAINS:
             raise UsageError(
                 "there is nothing to train: every trainable parameter was frozen (requires_grad=False) after the model "
-                "was boosted. Unfreeze the parameters to train, or evaluate under torch.no_grad()"
+                "was boosted. Unfreeze the parameters that you want to train, or evaluate under torch.no_grad()"
             )
         unseen, self._unseen = self._unseen, None
         if agreed.news & UNSEEN and unseen is not None:
@@ -405,8 +405,9 @@ class Pipeline:
             raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
         if not self.trainable:
             raise UsageError(
-                "there is nothing to train: every parameter was frozen when the model was boosted. Unfreeze parameters "
-                "before boost (for a PeftModel, load it with is_trainable=True), or evaluate under torch.no_grad()"
+                "there is nothing to train: every parameter was already frozen (requires_grad=False) when the model "
+                "was boosted. Unfreeze parameters before boost (for a PeftModel, load it with is_trainable=True), or "
+                "evaluate under torch.no_grad()"
             )
         units, partition = self.policy.units, self.policy.partition
         refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)

@@ -130,8 +130,8 @@ class GradientSync:
     aside, and reduces only gradients that are added later. So gradients may be accumulated over several steps, with or
     without `no_sync`, and are complete after each synced step. After an unsynced step, `p.grad` contains only the
     gradients that this rank has added since the last synced step. The units in `sharded` reduce-scatter their own
-    gradients. GradientSync only sums these gradients over the stages of a tie. Gradients of `tp_sharded` parameters are
-    converted to the parameter's placement.
+    gradients. GradientSync only sums these gradients over the stages of a tie. The gradient of each `tp_sharded`
+    parameter is converted to the parameter's placement.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class GradientSync:
     def problems(self) -> list[str]:
         """Error messages about hooks that would receive a partial gradient, and about modified partial gradients."""
         return [
-            f"{name} has a gradient hook, but several ranks hold the parameter (a tie, replicas or slices). The hook "
-            "would see only one rank's part of the gradient: remove the hook, and modify the summed gradient "
-            "before optimizer.step"
+            f"{name} has a gradient hook, but several ranks hold the parameter (because of a tie, replicas or slices), "
+            "so the hook would see only one rank's part of the gradient: remove the hook, and modify the summed "
+            "gradient before optimizer.step()"
             for name, parameter in self._of_several()
             if has_hooks(parameter)
         ] + self.modified()
@@ -166,8 +166,8 @@ class GradientSync:
         """Error messages about partial gradients that the loop has modified. A sum of clamped parts differs from a
         clamped sum."""
         return [
-            f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
-            "plugin.sync_grads(model) before you modify the gradient, or set the gradient to None "
+            f"the gradient of {name} was modified before it was summed over the ranks (no_sync postpones the sum): "
+            "call plugin.sync_grads(model) before you modify the gradient, or set the gradient to None "
             "(optimizer.zero_grad())"
             for name, parameter in self._of_several()
             if parameter in self._partial and self._is_modified(parameter)

@@ -50,9 +50,9 @@ def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parame
 
 
 def move_overrides(optimizer: Optimizer, became: Mapping[Tensor, Tensor]) -> None:
-    """Assign the options that bitsandbytes' GlobalOptimManager has for each parameter in the groups to the tensor that
-    will replace it (`became` maps old to new). GlobalOptimManager stores options by module, by index in the groups, or
-    by id. Afterwards, the options of these parameters are stored only by id, since indices change."""
+    """Move the options that bitsandbytes' GlobalOptimManager has for each parameter in the groups to the tensor that
+    will replace the parameter (`became` maps old to new). GlobalOptimManager stores options by module, by index in the
+    groups, or by id. Afterwards, the options of these parameters are stored only by id, since indices change."""
     manager: Any = getattr(optimizer, "mng", None)
     if not became or not hasattr(manager, "pid2config"):
         return

@@ -54,10 +54,10 @@ class HostParameter(nn.Parameter):
         weight = None if reference is None else reference()
         if weight is not None and not weight.is_updating and (is_set or weight.parameter.grad is not None):
             raise UsageError(
-                f"with offload='optimizer', the gradient of {weight.name} is on the device until optimizer.step() has "
-                "called its pre-hooks: read and modify the gradients of model.parameters() instead of the gradients in "
-                "optimizer.param_groups. To clip gradients, pass max_norm, or call "
-                "optimizer.clip_grad_by_norm(max_norm)"
+                f"cannot read or set the gradient of {weight.name} through optimizer.param_groups: with "
+                "offload='optimizer', the gradient is on the device until optimizer.step() has called its pre-hooks. "
+                "Instead, read and modify the gradients of model.parameters(). To clip gradients, pass max_norm, or "
+                "call optimizer.clip_grad_by_norm(max_norm)"
             )
 
 

@@ -52,11 +52,12 @@ AUXILIARY = (
 )
 LOSS_REMEDY = (
     "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
-    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), return sums divided by "
-    "the counts of the whole batch if the loss is a sum of several means (pass the counts as 0-d tensors in the batch, "
-    "such as batch['criterion.tokens'] = torch.tensor(n)), or use one microbatch. If layers process several views of "
-    "each sample together, keep the views in the order of the samples: torch.stack([a, b], 1).flatten(0, 1) and "
-    ".unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
+    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), or use one microbatch. "
+    "If the loss is a sum of several means, you can also return sums divided by the counts of the whole batch: pass "
+    "these counts as 0-d tensors in the batch, such as batch['criterion.tokens'] = torch.tensor(n). If layers process "
+    "several views of each sample together, keep the views in the order of the samples: use "
+    "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1) instead of torch.cat([a, b]) and "
+    ".chunk(2)"
 )
 
 
@@ -335,8 +336,8 @@ class _Search:
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
         """Whether a rule that holds on a few samples also holds at the batch's sizes. First tries the upper ends of the
-        sizes' ranges. Unless the rule holds there, tries the sizes themselves. If samples of these sizes are too large,
-        fewer and shorter samples are tried. Sets `is_untried` if no trial at the batch's sizes was conclusive.
+        sizes' ranges. If the rule is not shown to hold there, tries the sizes themselves or, if samples of these sizes
+        are too large, fewer and shorter samples. Sets `is_untried` if no trial at the batch's sizes was conclusive.
         Inconclusive trials do not reject a rule."""
         if self.sizes is None:
             return True
@@ -354,10 +355,10 @@ class _Search:
         """Warn if the rule was not tried at the batch's sizes."""
         if self.is_untried and self.sizes is not None:
             logger.warning(
-                "the loss of %s could not be tested on %d samples%s (too many values, or "
-                "inconclusive losses). Fewer or shorter samples were tested instead. Training is exact unless this "
-                "loss depends on the number or length of the samples (as a mean of chunk means does). To rule this "
-                "out, return (sum, count) from the criterion",
+                "the loss of %s could not be tested on %d samples%s, because the samples have too many values, or the "
+                "results were inconclusive. Fewer or shorter samples were tested instead. Training is exact unless "
+                "this loss depends on the number or length of the samples (as a mean of chunk means does). To rule "
+                "this out, return (sum, count) from the criterion",
                 type(self.model).__name__,
                 self.sizes.rows,
                 _of_lengths(self.sizes),

@@ -50,7 +50,7 @@ class LossShares:
         self.state: tuple[int, int] = 0, 0  # the number of the model's state, and of the criterion's state
         self._is_known = has_known_loss(policy.model)
         self._seen: tuple[Hashable, ...] | None = None  # the kinds of values that the loss depends on
-        self._counted: WeakKeyDictionary[Dataflow, bool] = WeakKeyDictionary()  # whether its first count was right
+        self._counted: WeakKeyDictionary[Dataflow, bool] = WeakKeyDictionary()  # whether a flow's first count was right
 
     def look(self, criterion: Criterion | None, state: tuple[int, int]) -> None:
         """Record the state of the model and the criterion, and the values that the loss depends on."""

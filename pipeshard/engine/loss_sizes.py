@@ -13,7 +13,7 @@ from pipeshard.batch.batch import Batch
 
 @dataclass(frozen=True)
 class Sizes:
-    """The number of samples in all replicas (`rows`) and in a microbatch (`part`), and the sizes of all other axes
+    """The numbers of samples in all replicas (`rows`) and in a microbatch (`part`), and the sizes of all other axes
     (`lengths`)."""
 
     rows: int

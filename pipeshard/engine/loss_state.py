@@ -2,9 +2,9 @@
 
 The trials of a loss rule use one set of class weights, one training mode and one value of each coefficient. With other
 values, the loss may follow a different rule: a mean over samples becomes a weighted mean if the class weights are not
-all 1. So a rule counts as proven only for the state of these tensors and numbers in its trials. Values are compared by
-kind, since annealed coefficients change in every step: integers up to 64 by value, other numbers by sign and power of
-four, and tensors by range and by whether all elements are equal.
+all 1. So a rule counts as proven only for the state that these tensors and numbers had in its trials. Values are
+compared by kind, since annealed coefficients change in every step: integers up to 64 by value, other numbers by sign
+and power of four, and tensors by range and by whether all elements are equal.
 """
 
 from collections.abc import Hashable, Iterator
@@ -90,8 +90,8 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
 
 
 def of_entries(batch: Batch) -> tuple[Hashable, ...]:
-    """The kinds of the lists and arrays with one entry per sample: the kind of their numbers, their string if they
-    contain only one distinct string, and whether all entries have tensors of the same shapes."""
+    """The kind of each list or array with one entry per sample: the kind of its numbers, its string if it contains only
+    one distinct string, and whether all entries have tensors of the same shapes."""
     kinds: list[Hashable] = []
     for entries in batch.entries.values():
         if isinstance(entries, np.ndarray) and entries.dtype.kind in NUMBERS:

@@ -1,4 +1,4 @@
-"""Loss trial: measures a model's loss on a few samples and two parts of them, with random inputs to the loss.
+"""Loss trial: measures a model's loss on a few samples and on two parts of them, with random inputs to the loss.
 
 Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit rules that do
 not hold for the next batch. So integers are drawn from the batch's values and the values between them, and masks,
