@@ -218,7 +218,7 @@ class ModelGradients:
         self.updates.added(self._holders)
 
     def _settle(self) -> None:
-        """Assign gradients that a loop has set on master weights to the parameters."""
+        """If the loop has replaced the gradient of a master weight, assign the new gradient to the parameter."""
         for weight in self.weights.values():
             weight.settle_gradient()
 
@@ -321,10 +321,10 @@ class ModelGradients:
         self._trains_all = all(trains_all for _, trains_all in told)
         if untrained := [name for names, _ in told for name in names]:
             raise UsageError(
-                f"there are gradients of parameters that no boosted optimizer contains: {listed(untrained, 3)}. It is "
-                f"therefore unclear whether max_norm={self.max_norm}, which clips by the norm of the full model, "
-                "should count these gradients. Freeze these parameters (requires_grad_(False)) and clear their "
-                "gradients (model.zero_grad()), add the parameters to an optimizer, or pass max_norm=0 and call "
+                f"max_norm={self.max_norm} clips by the norm of the full model, but it is unclear whether this norm "
+                "should include the gradients of parameters that no boosted optimizer contains: "
+                f"{listed(untrained, 3)}. Freeze these parameters (requires_grad_(False)) and clear their gradients "
+                "(model.zero_grad()), add the parameters to an optimizer, or pass max_norm=0 and call "
                 "optimizer.clip_grad_by_norm(max_norm), which counts all gradients"
             )
 

@@ -73,7 +73,7 @@ class WeightCopies:
     def _states(self) -> list[State]:
         """The state of each tracked tensor: the tensor's version, the version and the address of its shard, and the
         number of uses of its `data`. A loop can write through `data` without changing a version. A write to a DTensor
-        changes the version of the DTensor. A write to the DTensor's shard changes the version of the shard."""
+        changes the DTensor's version, and a write to the DTensor's shard changes the shard's version."""
         places = map(Tensor.data_ptr, self._locals)
         return [*zip(map(VERSION, self._tensors), map(VERSION, self._locals), places, map(reads, self._tensors))]
 
@@ -117,8 +117,9 @@ class WeightCopies:
         return self.zero and any(weight.is_due for weight in self._watched)
 
     def _written(self) -> dict[str, tuple[bool, bool]]:
-        """With ZeRO, map the name of each weight that was written since its state was recorded to a pair: whether the
-        parameter was written, and whether `master` was written. A read of `data` does not count as a write."""
+        """With ZeRO, the weights that were written since their states were recorded. Maps the name of each weight to a
+        pair: whether the parameter was written, and whether `master` was written. A read of `data` does not count as a
+        write."""
         states = self._noted(self._states())
         each = [is_written(tensor, Noted(s[0], s[3])) for tensor, s in zip(self._tensors, states, strict=True)]
         rows = zip(self._watched, each[::2], each[1::2], strict=True)
@@ -172,8 +173,8 @@ class WeightCopies:
         self.follow(adopts=True, is_updated=True)
 
     def share(self) -> None:
-        """With ZeRO, broadcast each weight that may have changed on any replica from its owner to the other replicas.
-        Unchanged frozen weights (the base model of adapters) are not sent again. Call it on all ranks."""
+        """With ZeRO, broadcast the weights that may have changed on any replica, each from its owner to the other
+        replicas. Unchanged frozen weights (the base model of adapters) are not sent again. Call it on all ranks."""
         if not self.zero:
             return
         changed = self._watched

@@ -74,7 +74,7 @@ class Coupling:
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # parameters that Python has read; whether some are missing
+        self._read, self._has_read = set[str](), False  # parameters that Python has read; whether it missed any
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), PythonReads(self)
@@ -325,7 +325,7 @@ class Coupling:
         return NO_LOOP_TAGS.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
-        """Identify the watched tensor that `tensor` is or views by its storage, and by its position among the watched
+        """The key of the watched tensor that `tensor` is or views: its storage, and its position among the watched
         tensors in this storage."""
         storage = storage_of(tensor)
         starts = self._starts.get(storage, ())

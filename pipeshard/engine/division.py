@@ -1,4 +1,4 @@
-"""Division: traces a model on a sample batch, and splits the model across the ranks."""
+"""Division: traces a model on a sample batch, and plans the split of the model across the ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -132,10 +132,10 @@ class FewSamples:
         return values.moved(values.filled(leaf, generator), scale, up=number % 4 == 2)
 
     def with_invalid(self, batch: Batch, path: str, ignore: float, number: int) -> Batch:
-        """`batch` with a random number of valid labels in each sample, and `ignore` as its other labels. A sample with
-        three or more labels has at least two valid labels. With one label per sample, all samples but one have a valid
-        label. In every second draw, the valid labels of a long sample are spread over the sample, with fewer labels
-        towards the end, since code that processes chunks of positions may fail for a chunk without labels."""
+        """`batch` with a random number of valid labels in each sample, and all other labels set to `ignore`. A sample
+        with three or more labels has at least two valid labels. With one label per sample, all samples but one have a
+        valid label. In every second draw, the valid labels of a long sample are spread over the sample, with fewer
+        labels towards the end, since code that processes chunks of positions may fail for a chunk without labels."""
         generator = torch.Generator().manual_seed(number)
 
         def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -156,7 +156,7 @@ class FewSamples:
             else:
                 fewest = min(2, leaf.shape[1] - 1)
                 keep = torch.randint(fewest, leaf.shape[1] + 1, (batch.rows,), generator=generator).tolist()
-                for k, row in enumerate(leaf):  # all rows of a sample (codebooks) have the same number
+                for k, row in enumerate(leaf):  # a sample's rows (codebooks) have equally many valid labels
                     row[keep[k * batch.rows // len(leaf)] :] = ignore
             return leaf.movedim(0, dim or 0)
 
@@ -164,7 +164,7 @@ class FewSamples:
 
 
 def without_valid(batch: Batch, path: str, ignore: float, at: int) -> Batch:
-    """`batch` with `ignore` as every label at `path` in the samples from index `at` on."""
+    """`batch` with all labels at `path` set to `ignore` in the samples from index `at` on."""
 
     def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
         if name != path:
@@ -201,8 +201,8 @@ def is_marked(values: Tensor) -> bool:
 
 
 def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -> Tensor:
-    """`count` values of the pool. If the pool has more values, but at most SPAN, successive draws cycle through the
-    whole pool."""
+    """`count` values of the pool. If the pool has more than `count` values, but at most SPAN, successive draws cycle
+    through the whole pool."""
     if count < len(pool) <= SPAN:
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))
         return pool[order[(torch.arange(count) + number * count) % len(pool)]]
