@@ -60,10 +60,10 @@ def draw_timeline(
     """Draw timelines as a Gantt chart to the file `path`, in the format of its suffix (png, svg, pdf).
 
     Each panel is (label, rows), where `rows` contains the spans of each rank, with times in seconds or in the unit that
-    `relative` names. All panels share one time axis (for example, measured above simulated). A panel's time starts at
-    its first span. The panel's duration and idle share are printed above the panel. If ranks hold several chunks of the
-    model, later chunks are darker. The number in a bar is the microbatch. Numbers that do not fit are omitted. The
-    picture is at most about 24 by 16 inches. Requires matplotlib.
+    `relative` names. Panels are drawn one above the other (such as measured above simulated) and share one time axis. A
+    panel's time starts at its first span. The panel's duration and idle share are printed above the panel. If ranks
+    hold several chunks of the model, later chunks are darker. The number in a bar is the microbatch. Numbers that do
+    not fit are omitted. The picture is at most about 24 by 16 inches. Requires matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -119,8 +119,8 @@ def _shade(kind: Kind, chunk: int) -> str:
 
 
 def _draw_panel(axes: "Axes", rows: RankSpans, scale: float, inch: float, row_height: float) -> None:
-    """Draw the bars, numbers and labels of rows. One inch shows the duration `inch`, and a row is `row_height` inches
-    high."""
+    """Draw the bars, numbers and labels of rows. `inch` is the duration that one inch shows, and `row_height` is the
+    height of a row in inches."""
     start, length = _extent(rows)
     axes.barh(range(len(rows)), length * scale, height=0.84, color="#F1F1EE", zorder=0)
     for rank, row in enumerate(rows):

@@ -27,7 +27,7 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     program = schedule if isinstance(schedule, Program) else schedule(p, m, v)
     if not isinstance(program, Program):
         raise ConfigurationError(
-            f"{name_of(schedule)}({p}, {m}, {v}) returned a {type(program).__name__}, not a Program"
+            f"{name_of(schedule)}({p}, {m}, {v}) must return a Program, but returned a {type(program).__name__}"
         )
     program = _first(program, m)
     _check(program, p)

@@ -1,4 +1,4 @@
-"""Passes: transformations of programs that add sends and receives, split backwards and shorten the cooldown."""
+"""Passes: transformations that add sends and receives to a program, split its backwards and shorten its cooldown."""
 
 import dataclasses
 import math
@@ -15,9 +15,9 @@ def add_communication(program: Program) -> Program:
     """Add a send after each compute action whose result another rank needs, and a receive before the action that uses
     this result.
 
-    A receive is posted and does not block. It is posted one compute action early (a B and its W count as one), so that
-    the transfer overlaps with this action, or even earlier if the order of messages requires this (see `_posts`). For
-    example, rank 1 of 1F1B with p=3:
+    Posting a receive does not block. Each receive is posted one compute action early (a B and its W count as one), so
+    that the transfer overlaps with this action, or even earlier if the order of messages requires it (see `_posts`).
+    For example, rank 1 of 1F1B with p=3:
 
         RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
 
@@ -80,16 +80,16 @@ def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Ki
 def shorten_cooldown(program: Program) -> Program:
     """Split each whole B after its rank's last F into B and W, if the B's gradient is sent to another rank.
 
-    W runs right after B, so the only change is that the gradient is sent between B and W. 1F1B with p=3, m=4, in which
-    a whole B takes as long as B and W together:
+    W runs right after B, so the only change is that the gradient is sent between B and W. For example, 1F1B with p=3,
+    m=4, in which a whole B takes as long as B and W together:
 
     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- B2 -- B3 --
     rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 W2 B3 W3 ..
     rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 W3 .. ..
 
-    In 1F1B and GPipe, rank 0 then idles for (p-1)(F+B) instead of (p-1)(F+B+W), as long as W <= F, and no rank keeps
-    more microbatches of activations than before. This is the first step toward a zero bubble schedule (Qi et al. 2023,
-    arXiv:2401.10241). Megatron-LM does this only for the weight of the head.
+    In 1F1B and GPipe with W <= F, rank 0 then idles for (p-1)(F+B) instead of (p-1)(F+B+W). No rank keeps more
+    microbatches of activations than before. This split is the first step toward a zero bubble schedule (Qi et al.
+    2023, arXiv:2401.10241). Megatron-LM defers only the weight gradient of the head.
     """
     ranks = (tuple(_with_weights(actions, after=_last_forward(actions), sent=program)) for actions in program.ranks)
     return dataclasses.replace(program, ranks=tuple(ranks))
@@ -97,8 +97,8 @@ def shorten_cooldown(program: Program) -> Program:
 
 def split_backwards(program: Program) -> Program:
     """Split each whole B into a B and, right after it, a W. This is faster for many small backwards: a W accumulates
-    the weight's gradient in the matrix multiplication, but a whole B first writes the product to memory and then adds
-    the product to the gradient."""
+    the weight's gradient in the matrix multiplication, while a whole B first writes the product to memory and then
+    adds it to the gradient."""
     return dataclasses.replace(program, ranks=tuple(tuple(_with_weights(actions)) for actions in program.ranks))
 
 
@@ -107,8 +107,8 @@ def _last_forward(actions: Sequence[Action]) -> int:
 
 
 def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
-    """Yield `actions` with a W right after each whole B whose index exceeds `after`. If a program `sent` is passed, a W
-    is added only if the gradient of the B is sent to another rank in this program."""
+    """Yield `actions` with a W right after each whole B whose index exceeds `after`. With a program `sent`, add a W
+    only if this program sends the B's gradient to another rank."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
     for k, action in enumerate(actions):
         kind, i, stage = action

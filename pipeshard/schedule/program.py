@@ -21,7 +21,7 @@ class Kind(enum.StrEnum):
     RECV_B = "RecvB"
     SEND_B = "SendB"
 
-    __hash__ = str.__hash__  # enum's own runs in Python: too slow for programs with a million actions
+    __hash__ = str.__hash__  # Enum.__hash__ is Python code: too slow for programs with a million actions
 
     @property
     def is_compute(self) -> bool:
@@ -95,8 +95,8 @@ class Program:
         holders = sorted({(action.stage, rank) for rank, actions in enumerate(ranks) for action in actions})
         if not holders or [stage for stage, _ in holders] != [*range(len(holders))]:
             raise ConfigurationError(
-                f"{path}: each stage from 0 to p*v-1 must be on one rank, but the pairs (stage, rank) of the file are "
-                f"{holders}"
+                f"{path}: each stage from 0 to p*v-1 must be on exactly one rank, but the pairs (stage, rank) of "
+                f"the file are {holders}"
             )
         m = 1 + max(action.microbatch for actions in ranks for action in actions)
         return Program(path.stem, m, tuple(rank for _, rank in holders), ranks)
@@ -126,8 +126,8 @@ class Program:
         return 0 <= other < len(self.placement) and self.placement[stage] != self.placement[other]
 
     def needs(self, kind: Kind, stage: int) -> list[StageStep]:
-        """The steps that must be complete for a microbatch before its step (`kind`, `stage`), all on the same rank. A
-        receive is complete when the message has arrived."""
+        """The steps, all on the same rank, that a microbatch must complete before its step (`kind`, `stage`). A receive
+        is complete when the message has arrived."""
         needed = [(AFTER[kind], stage)] if kind in AFTER else []
         if kind in RECEIVE:
             receive = RECEIVE[kind]
@@ -157,7 +157,7 @@ def _read(cell: str, path: Path) -> list[Action]:
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
         if match is None:
             raise ConfigurationError(
-                f"{path}: {text!r} is not a compute action, such as 0F0, 1B2, 1I2 or 1W2: write the file "
+                f"{path}: expected a compute action (such as 0F0, 1B2, 1I2 or 1W2), got {text!r}: write the file "
                 'with format="compute_only"'
             )
         kind = Kind.B if match[2] == "I" else Kind(match[2])  # I is a B with a W

@@ -84,9 +84,9 @@ def zbv(p: int, m: int, v: int = 2) -> Program:
     rank 1  .... F0@1 F0@2 F1@1 F1@2 B0@2 W0@2 F2@1 B0@1 W0@1 F2@2 B1@2 W1@2 B1@1 B2@2 B2@1 W1@1 W2@2 W2@1
 
     F, B and W are the times of both chunks of a rank together. The bubble is (p-1)max(B/2, B-W) if m >= 2p-2 and
-    max(F, W) <= B. This equals (p-1)(F+B-W)/2 if F = B = W, and is at most this value if W <= F <= B <= F+W. Every rank
-    keeps 2p activations of a stage (fewer if m < 2p-1), as much memory as the first rank of 1F1B with stages twice as
-    large.
+    max(F, W) <= B. This is (p-1)(F+B-W)/2 if F = B = W, and at most this value if W <= F <= B <= F+W. Every rank keeps
+    2p activations of a stage (fewer if m < 2p-1). They take as much memory as the p activations on the first rank
+    of 1F1B, whose stages are twice as large.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -101,7 +101,7 @@ def zbv(p: int, m: int, v: int = 2) -> Program:
 
 
 def v_half(p: int, m: int, v: int = 2) -> Program:
-    """About half of zbv's activations for large p, in the same V (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
+    """zbv's V with about half of its activations for large p (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
 
     rank 0  F0@0 F1@0 .... F0@3 B0@3 W0@3 F2@0 F1@3 B1@3 W1@3 B0@0 W0@0 .... F2@3 B2@3 W2@3 B1@0 W1@0 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 F1@1 .... B0@2 F1@2 W0@2 F2@1 B0@1 B1@2 W0@1 F2@2 W1@2 B1@1 B2@2 W1@1 W2@2 B2@1 W2@1 ....
@@ -114,7 +114,7 @@ def v_half(p: int, m: int, v: int = 2) -> Program:
 
 
 def v_min(p: int, m: int, v: int = 2) -> Program:
-    """About a third of zbv's activations for large p, in the same V (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
+    """zbv's V with about a third of its activations for large p (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
 
     rank 0  F0@0 .... .... F0@3 B0@3 W0@3 F1@0 B0@0 W0@0 F1@3 B1@3 W1@3 F2@0 B1@0 W1@0 F2@3 B2@3 W2@3 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 .... .... B0@2 B0@1 F1@1 F1@2 W0@2 W0@1 B1@2 B1@1 F2@1 F2@2 W1@2 W1@1 B2@2 B2@1 W2@2 W2@1
@@ -129,9 +129,9 @@ def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Progr
     """A program in a V. Each microbatch repeats the steps of the previous microbatch 6 units of time later, since a
     rank has 6 actions per microbatch.
 
-    Each stage follows the previous stage after 1 unit down the ranks, and after `up` units on the way back. `turns`
-    contains the times from F to F on the last rank, from F to B on the first rank, and from B to B on the last rank.
-    Each W runs at the earliest free time.
+    Each stage starts 1 unit after the previous stage on the way down the ranks, and `up` units on the way back.
+    `turns` contains the times from F to F on the last rank, from F to B on the first rank, and from B to B on the last
+    rank. Each W runs at the earliest free time.
     """
     bottom = p - 1 + turns[0]
     top = bottom + up * (p - 1) + turns[1]

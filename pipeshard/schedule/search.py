@@ -1,4 +1,4 @@
-"""Search: a search for a fast order of F, B and W for stages of any costs, within the memory of each rank.
+"""Search: finds a fast order of F, B and W for stages of any costs, within the memory of each rank.
 
 The schedules in `schedules.py` are designed for stages of equal costs. For stages of any costs, a list scheduler uses
 the clock of `simulate`: a free rank runs the best action that can start. A `Rule` selects this action. `climb` changes
@@ -25,8 +25,8 @@ F, B, W = Kind.F, Kind.B, Kind.W
 class StageCosts(NamedTuple):
     """The stages of a pipeline. All fields except `room` have one entry per stage: the stage's rank, the costs of its
     F, B and W, the memory that a microbatch takes from its F to its last action, and the durations of two messages (the
-    stage's input, and the gradients that the stage sends back). `room` is each rank's memory for microbatches.
-    `scheduled` requires enough for at least one microbatch. A stage whose weight cost is 0 has no W."""
+    stage's input, and the gradients that the stage sends back). `room` is each rank's memory for microbatches. A step
+    can only be `scheduled` if each rank has room for one microbatch. A stage whose weight cost is 0 has no W."""
 
     placement: tuple[int, ...]
     forward: tuple[float, ...]
@@ -44,9 +44,9 @@ def estimate(work: StageCosts, m: int, tightness: float = 1.0, most: float = mat
 
     A rank is idle until its first input arrives, and from its last B to the end of the step. A rank is also idle if it
     runs out of other work before the first input of a later stage or the first gradient arrives. Memory limits this
-    other work and the number of microbatches in flight. `tightness` is the memory that microbatches take, relative to a
-    step in which no action waits. If ranks have too little memory for one microbatch, the time is infinite, and the
-    second number is the missing memory.
+    other work and the number of microbatches in flight. `tightness` is the memory that microbatches take, relative to
+    the memory that they take in a step in which no action waits. If ranks have too little memory for one microbatch,
+    the time is infinite, and the second number is the missing memory.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
     starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # when a microbatch's F can start
@@ -79,7 +79,7 @@ class Rule(NamedTuple):
 
     A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
     `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of
-    the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, every program completes all
+    the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, the program always completes all
     microbatches.
     """
 
@@ -92,7 +92,7 @@ class Rule(NamedTuple):
 
 
 def rules(work: StageCosts, m: int) -> Iterator[Rule]:
-    """Yield the rules from which a search starts. The main difference is the number of microbatches that a stage keeps
+    """Yield the rules from which a search starts. They differ mainly in the number of microbatches that a stage keeps
     alive: as many as fit in memory, or somewhat more than are in flight in a step without idle time. The best rules
     come first, so that the search abandons slower rules early."""
     stages = range(len(work.placement))
@@ -149,8 +149,8 @@ def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T
 def anneal(
     start: T, best: float, value: Callable[[T, float], float], change: Callable[[T], T], tries: int, slack: float
 ) -> tuple[float, T]:
-    """Minimize a value like `climb`, but also keep changes that exceed the lowest value so far by at most a fraction.
-    This fraction falls from `slack` to 0. Returns the lowest value and its argument."""
+    """Minimize a value like `climb`, but also keep changes whose value exceeds the lowest value so far by at most a
+    fraction that falls from `slack` to 0. Returns the lowest value and its argument."""
     now = start
     for k in range(tries):
         changed = change(now)
@@ -165,8 +165,8 @@ def anneal(
 def scheduled(
     work: StageCosts, m: int, rule: Rule, most: float = math.inf
 ) -> tuple[float, list[list[tuple[Kind, int, int]]]]:
-    """Schedule a step of m microbatches with this rule. Returns the step's time, and the actions of each rank. If the
-    step cannot finish, or certainly takes longer than `most`, the time is infinite, and the actions are incomplete."""
+    """Schedule a step of m microbatches with this rule. Returns the step's time and the actions of each rank. If the
+    step cannot finish, or certainly takes longer than `most`, the time is infinite and the actions are incomplete."""
     placement, forward, backward, weight, sizes, room, latency, returned = work
     stages = range(len(placement))
     of_rank = of_ranks(placement, len(room))

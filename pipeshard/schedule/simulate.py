@@ -86,8 +86,8 @@ def simulate(
     """Simulate `program`, with communication added if it has none.
 
     `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with W, a
-    B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in order, when the
-    action's input has arrived. Posting a message never blocks a rank. A transfer begins when both its send and its
+    B without its own W costs `backward` and `weight` together. A rank runs its compute actions one at a time, in order,
+    each once its input has arrived. Posting a message never blocks a rank. A transfer begins when both its send and its
     receive are posted, and all earlier transfers in the same direction between the two ranks are complete. `latency` is
     the duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the gradients
     that a stage sends back (by default `latency`): one number, or one per stage.
@@ -156,7 +156,7 @@ class _Edge:
 
 
 class _Run:
-    """The state of a simulation. Each rank is a generator that runs until a step that it needs is incomplete.
+    """The state of a simulation. Each rank is a generator that yields whenever a step that it needs is incomplete.
 
     The order in which ranks run does not matter, so no clock orders the events: an action's time follows from the times
     of the steps that it needs. On each edge the k-th send matches the k-th receive.
@@ -168,7 +168,7 @@ class _Run:
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
         self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
         # Nested by kind and stage: a lookup takes half as long as with a tuple key. `times` is also nested by
-        # microbatch, and contains the end of a compute action or the arrival of a message, or infinity until then.
+        # microbatch, and contains the time at which a compute action ends or a message arrives (infinity until then).
         stages, m = range(len(program.placement)), program.num_microbatches
         self.times = {kind: [[math.inf] * m for _ in stages] for kind in Kind}
         self.split = {action[1:] for actions in program.ranks for action in actions if action.kind is Kind.W}
@@ -273,5 +273,5 @@ class _Run:
         if lacking not in actions[: actions.index(action)]:
             return f"{line}, which it {'runs only later' if lacking in actions else 'never runs'}"
         source = self.program.placement[lacking.partner.stage]
-        state = "has not reached it" if lacking.partner in self.program.ranks[source] else "never runs it"
-        return f"{line}: {lacking.partner} from rank {source}, which {state}"
+        state = "has not reached" if lacking.partner in self.program.ranks[source] else "never runs"
+        return f"{line}: rank {source} {state} {lacking.partner}"

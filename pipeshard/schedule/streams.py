@@ -5,7 +5,7 @@ sending rank and a kernel on the receiving rank. Each kernel waits on its commun
 then for the other rank's kernel. Ranks that post messages in different orders may therefore deadlock, although no host
 waits. An operation that synchronizes the device (`cudaFree`, lazy kernel loading, an autotuner) also waits for all
 posted messages, including messages that the other rank may post only after this operation. torch.distributed.pipelining
-and Megatron-LM order messages by hand for each schedule. Here one order serves every schedule.
+and Megatron-LM order messages by hand for each schedule. Here, one order serves every schedule.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ def add_ordered_communication(program: Program) -> Program:
     waits for the device, the earliest unfinished action can always complete. `add_communication` does not guarantee
     this: it posts receives early, so an action that waits for the device also waits for these receives. Actions are
     ordered by time, with F = B = W and messages that take no time. A receive has the time at which its message is sent,
-    and follows the computations that its rank has started before this time. For example, rank 1 of 1F1B with p=3:
+    and follows the computations that its rank starts before this time. For example, rank 1 of 1F1B with p=3:
 
         RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
 

@@ -101,7 +101,7 @@ FB = make_program("1f1b", P, 1)
     ("schedule", "error", "message"),
     [
         (3, ConfigurationError, "schedule must be a name, a Program or a function"),
-        (lambda p, m, v: None, ConfigurationError, "returned a NoneType, not a Program"),
+        (lambda p, m, v: None, ConfigurationError, "must return a Program, but returned a NoneType"),
         (make_program("1f1b", P, M - 1), ConfigurationError, "is for num_microbatches=3, but the step has 4"),
         (make_program("1f1b", 3, M), ConfigurationError, "is for 3 ranks and 3 stages, but pp_size=2"),
         (lambda p, m, v: Program("x", m, (0, 1, 0), FB.ranks), ConfigurationError, "for 2 ranks and 3 stages"),
@@ -154,9 +154,9 @@ def test_an_order_in_which_an_action_lacks_its_input_is_refused(order: list[Kind
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0SEND_F0,0B0", "'0SEND_F0' is not a compute action"),
-        ("0F0,0B0\n0F1,0B1", "must be on one rank, but the pairs (stage, rank) of the file are [(0, 0), (0, 1)]"),
-        ("0F0,0B0\n2F0,2B0", "each stage from 0 to p*v-1 must be on one rank, but the pairs (stage, rank) of the file"),
+        ("0F0,0SEND_F0,0B0", "expected a compute action (such as 0F0, 1B2, 1I2 or 1W2), got '0SEND_F0'"),
+        ("0F0,0B0\n0F1,0B1", "must be on exactly one rank, but the pairs (stage, rank) of the file are [(0, 0), (0"),
+        ("0F0,0B0\n2F0,2B0", "each stage from 0 to p*v-1 must be on exactly one rank, but the pairs (stage, rank) of"),
         ("", "the pairs (stage, rank) of the file are []"),
     ],
 )
