@@ -64,7 +64,7 @@ def foreign_steps() -> None:
             UsageError, match=r"SGD was not boosted, but its step would update .* Pass the optimizer to"
         ):
             foreign.step()
-    with pytest.raises(UsageError, match=r"SGD was passed to boost .*, and its own step does not clip"):
+    with pytest.raises(UsageError, match=r"cannot step this SGD directly: .*, and its own step does not clip"):
         passed.step()
     assert all(map(torch.equal, before, values(model)))
     engine.optimizer.step()

@@ -540,7 +540,7 @@ def updates_of(sides: Any, change: Change) -> int:
             sides.optimizer.step()
         except UsageError as error:
             assert "norm of one stage's gradients" in str(error)
-            assert "Omit a constant factor, or use the lr" in str(error)
+            assert "If the factor is a constant, remove it, or set the lr" in str(error)
             return step
         sides.optimizer.zero_grad()
     return 6
@@ -1140,7 +1140,7 @@ def kept_inner() -> None:
 
 @pytest.mark.turns
 def test_an_optimizer_whose_boosted_optimizer_is_gone_is_refused(pool: Pool) -> None:
-    """It would train without max_norm, the loss scale and fp32 master weights."""
+    """It would train without max_norm, the loss scale or fp32 master weights."""
     pool.run(kept_inner, 2)
 
 

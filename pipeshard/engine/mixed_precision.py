@@ -89,8 +89,8 @@ class MasterWeight:
         is_due: whether a write was copied between the parameter and `master`, but not yet sent to the other replicas.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
-        loaded_as: the dtype of the weight in the model or adapter checkpoint that was loaded last, or None if none was
-        loaded since boost or since the optimizer's last update of the weight.
+        loaded_as: the dtype of the weight in the model or adapter checkpoint that was loaded last, or None if no
+        checkpoint was loaded since boost or since the optimizer's last update of the weight.
     """
 
     def __init__(

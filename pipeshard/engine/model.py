@@ -115,8 +115,8 @@ class Whole:
 
 
 def accumulates(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the running backward pass adds to `.grad` of one of these parameters, which `torch.autograd.grad` does
-    not. Call this function in a tensor hook."""
+    """Whether the running backward pass adds to the `.grad` of one of these parameters (`torch.autograd.grad` does
+    not). Call this function in a tensor hook."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         with suppress(RuntimeError):  # autograd.grad with respect to this parameter
@@ -145,12 +145,12 @@ NEED_ALL = {
     ),
     "update_and_allocate": (
         "AdaLoRA chooses the rank of each adapter from the gradients of all layers, but this process has only the "
-        "gradients of its stage. Use LoraConfig (rank_pattern sets the rank of single layers), or pp_size=1"
+        "gradients of its stage. Use LoraConfig (rank_pattern sets the rank of individual layers), or pp_size=1"
     ),
 }
 
 LATER = (
-    "model.generate was set after booster.boost, but the stages call the `generate` that the model had at boost. Set "
+    "cannot set model.generate after booster.boost: the stages call the `generate` that the model had at boost. Set "
     "it before booster.boost, or pass its arguments in each call of model.generate(...)"
 )
 

@@ -34,13 +34,13 @@ class CudaTransfer:
         self._used: list[Tensor] = []  # sources and targets of copies that may still be running
 
     def store(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor to the host, and return the copy."""
+        """Start copying a tensor to the host, and return the copy."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copy(copy, tensor)
         return copy
 
     def load(self, copy: Tensor) -> Tensor:
-        """Start to copy a stored tensor to newly allocated device memory, and return the new tensor."""
+        """Start copying a stored tensor to newly allocated device memory, and return the new tensor."""
         tensor = torch.empty(copy.shape, dtype=copy.dtype, device=self.device)
         self._copy(tensor, copy)
         return tensor
@@ -165,7 +165,7 @@ class Offload:
             yield lambda tensor: save(tensor).argument
 
     def load(self, action: Action) -> None:
-        """Wait for the activations that an action needs, and start to copy back the activations of the next B or W.
+        """Wait for the activations that an action needs, and start copying back the activations of the next B or W.
         Call it before the action."""
         self._load(action[1:])
         self.transfer.wait()

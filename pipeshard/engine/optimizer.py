@@ -191,10 +191,11 @@ class PipelineOptimizer(Optimizer):
         updated, given = (sum(map(len, groups)) for groups in (own, self.given))
         if OF_RANK not in state_dict and updated < given:
             raise UsageError(
-                f"this state dict does not contain parameter names, and this rank updates {updated} of the optimizer's "
-                f"{given} parameters. If it is from an optimizer that is not boosted, load it before booster.boost, "
-                "which keeps this rank's states. If this rank saved it from optimizer.unwrap(), or with pipeshard "
-                "0.2.0, call optimizer.unwrap().load_state_dict(state) on the same ranks. Otherwise, call "
+                f"this state dict does not contain parameter names, but this rank updates only {updated} of the "
+                f"optimizer's {given} parameters, so the states may belong to other parameters. If the state dict is "
+                "from an optimizer that is not boosted, load it before booster.boost, which keeps this rank's states. "
+                "If this rank saved it from optimizer.unwrap(), or with pipeshard 0.2.0, call "
+                "optimizer.unwrap().load_state_dict(state) on the same ranks. Otherwise, call "
                 "booster.save_optimizer(optimizer, folder, shard=True) and booster.load_optimizer(optimizer, folder) "
                 "on every rank"
             )
@@ -351,8 +352,9 @@ class PipelineOptimizer(Optimizer):
         newest = _newest[self.optim]() or self
         if not (self.is_stepping or newest.is_stepping) and (self._shares or not self.is_plain):
             raise UsageError(
-                f"this {kind} was passed to boost (alone or inside another optimizer), and its own step does not clip, "
-                "unscale or synchronize its updates: call step() on the optimizer that booster.boost(...) returned"
+                f"cannot step this {kind} directly: it was passed to boost (alone or inside another optimizer), and "
+                "its own step does not clip or unscale gradients or synchronize updates. Call step() on the optimizer "
+                "that booster.boost(...) returned"
             )
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -437,8 +439,8 @@ class PipelineOptimizer(Optimizer):
         if empty and not isinstance(error, PipeshardError):
             error.add_note(
                 f"{NOTE}{self.grid.named(self.grid.mesh.rank)} has no gradients for group{'s' * (len(empty) > 1)} "
-                f"{', '.join(empty)} of {type(self.optim).__name__}, whose parameters are frozen or on other ranks. If "
-                "this is the cause, let `step` skip a group in which no parameter has a gradient"
+                f"{', '.join(empty)} of {type(self.optim).__name__}: the parameters there are frozen or on other "
+                "ranks. If this caused the error, let `step` skip a group in which no parameter has a gradient"
             )
 
     def _before_update(self, *_: Any) -> None:

@@ -64,14 +64,14 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         raise ConfigurationError(
             f"{name} computes its update direction from the gradients of all parameters together, but each rank "
             "updates only a part of the parameters: use another optimizer, or pp_size=1 without tp_size, ep_size, "
-            "zero_stage and fsdp"
+            "zero_stage or fsdp"
         )
     if aligned := sorted(options_per_parameter(optimizer)):
         raise ConfigurationError(
             f"a parameter group of {name} has the option {aligned[0]!r} with one value for each parameter, but a rank "
-            "may update only some of the parameters, and the values would then apply to the wrong ones: put parameters "
-            "with different values into different groups, use another optimizer, or use pp_size=1 without tp_size, "
-            "ep_size, zero_stage and fsdp"
+            "may update only some of the parameters, and the values would then apply to the wrong parameters: put "
+            "parameters with different values into different groups, use another optimizer, or use pp_size=1 without "
+            "tp_size, ep_size, zero_stage or fsdp"
         )
     known, trial = never_couples(optimizer), OptimizerTrial(grid)
 
@@ -100,7 +100,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             f"{name} exchanges tensors with all ranks {trial.waiting}, but each rank updates different parameters, so "
             "the exchange would mix tensors of different parameters. Use the optimizer's single-device variant "
             "(SingleDeviceMuon, torch.optim.Muon); to divide its state and work among replicas, pass zero_stage=1. Or "
-            "use pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
+            "use pp_size=1 without tp_size, ep_size, zero_stage or fsdp"
         )
     if trial.combines:
         UNWATCHED.add(optimizer)
@@ -110,12 +110,12 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             "estimate over all parameters, random numbers, or the optimizer's own list of parameters), but each rank "
             "updates only a part of the parameters. Keep per-parameter state in self.state[parameter], turn off the "
             "optimizer's own clipping (timm's Lamb: max_grad_norm=None; max_norm clips by the norm of the whole "
-            "model), use another optimizer, or use pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
+            "model), use another optimizer, or use pp_size=1 without tp_size, ep_size, zero_stage or fsdp"
         )
     if divides:
         raise ConfigurationError(
             f"{name} needs whole parameters, but with tp_size, ep_size or fsdp each rank has only a shard of a "
-            "parameter: use zero_stage=1 instead, or an elementwise optimizer"
+            "parameter: use zero_stage=1 instead, or use an elementwise optimizer"
         )
 
 
@@ -306,7 +306,7 @@ def _corner(tensor: Tensor) -> Tensor:
 
 
 def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Index, nn.Parameter]) -> Any:
-    """Return a copy of the optimizer whose groups contain only `parameters`. Large tensors are not copied."""
+    """Return a copy of the optimizer with only `parameters` in its groups. Large tensors are not copied."""
     memo: dict[int, Any] = {id(value): _corner(value) for value in contents(optimizer) if isinstance(value, Tensor)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
     state = memo[id(optimizer.state)] = defaultdict[Any, Any](dict)

@@ -97,7 +97,7 @@ class Outputs:
                 "criterion"
             )
         for name, kind in flow.opaque if self.needed else ():
-            is_wanted = not name or (self.function is None and self._takes(name))  # a function may not read this part
+            is_wanted = not name or (self.function is None and self._takes(name))  # a function need not read this part
             if is_wanted and (is_split or (is_cut and self.function is None)):
                 raise UsageError(
                     f"return_outputs={self} requests the model's output{name and ' '}{name} ({kind}), whose tensors "

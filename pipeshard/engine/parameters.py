@@ -142,7 +142,7 @@ class HeldParameters:
     def _in_units(self) -> set[nn.Parameter]:
         """The parameters that FSDP shards: the parameters of held units, except parameters that glue reads, that have
         no dimensions, that keep their own precision, or whose number of rows tp_size does not divide. FSDP and DTensor
-        shard such slices differently, so the shards could not be loaded or saved. Without a cast, trained parameters
+        shard uneven slices differently, so the shards could not be loaded or saved. Without a cast, trained parameters
         whose dtype is not the most frequent in their unit are also excluded, since FSDP reduces gradients of only one
         dtype per unit."""
         now = dict(self.model.named_parameters())
@@ -194,9 +194,9 @@ class HeldParameters:
         ]
         mixed = self.sharded.mixed() if self.sharded is not None else set()
         problems += [
-            f"{name} has been unfrozen, but its shard is {parameter.dtype} and other trained shards of its layer have "
-            "another dtype, and FSDP reduces gradients of only one dtype per layer. Unfreeze it before boost, or use "
-            "zero_stage=1 instead of fsdp=True"
+            f"{name} has been unfrozen, but its shard is {parameter.dtype}, unlike other trained shards of its layer, "
+            "and FSDP reduces gradients of only one dtype per layer. Unfreeze it before boost, or use zero_stage=1 "
+            "instead of fsdp=True"
             for name, parameter in self.held.items()
             if parameter in mixed
         ]

@@ -26,7 +26,7 @@ class Places:
         for name, module, of, before in self._kept:
             if key := _changed(getattr(module, of), before):
                 raise UsageError(
-                    f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} was added, replaced or removed "
+                    f"{name}.{key}".lstrip(".") + f" (in {type(module).__name__}) was added, replaced or removed "
                     "after the model was boosted: change modules, parameters and adapters before booster.boost"
                 )
 

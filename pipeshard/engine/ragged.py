@@ -172,7 +172,7 @@ class Ragged:
         return mask if mask is not None and mask.shape == (batch.rows, total) else None
 
     def _other_masks(self, name: str, batch: Batch, total: int) -> list[Tensor]:
-        """The masks of other texts with as many positions as this side. These texts are trimmed together with it."""
+        """The masks of other texts with as many positions as this side. These texts are trimmed together with the side."""
         paths = [path for path in batch.tensors if path.endswith(MASK) and path not in (MASK, DECODER_MASK)]
         paths = [path for path in paths if self._side_of(path) == name and self._dims(path, batch, total)]
         masks = [batch.by_sample(path) for path in paths]
@@ -214,7 +214,7 @@ class Ragged:
         """Return the batch with padding appended (25 % more positions), so that every microbatch has padding to remove.
         For models that cannot run with more positions, also return a batch in which padding replaces the last 25 % of
         the positions, unless the batch contains answer positions or nothing marks its padding. In a batch that is
-        padded on the left, the replaced positions are tokens, and may have all labels."""
+        padded on the left, the replaced positions are tokens, and may include all labels."""
         sides = self._sides(batch)
         sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}
         has_answers = any(path.endswith("_positions") for path in batch.tensors)  # such as start_positions

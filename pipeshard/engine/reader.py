@@ -122,8 +122,8 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
         reasons = gather_objects(failure, grid.world)
         without = [f"{grid.named(r)}: {reason}" for r, reason in enumerate(reasons) if reason is not None]
         raise BatchError(
-            f"{len(without)} of {len(reports)} ranks got no usable batch from the data iterator, so no rank ran this "
-            f"step: {listed(without)}"
+            f"{len(without)} of {len(reports)} ranks got no usable batch from the data iterator: {listed(without)}. "
+            "No rank ran this step"
         )
     size = grid.size // grid.dp_size
     replicas = [reports[first : first + size] for first in range(0, len(reports), size)]
@@ -144,8 +144,8 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             f"the stages of one pipeline must read the same batch, but these ranks differ: {table}. "
             "Give all stages the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
             "batch_size, shuffle, seed) or, in a Trainer, self.accelerator.prepare(DataLoader(...)). Your own "
-            "DataLoader must not shard the data across stages (as DistributedSampler does by default, or accelerate's "
-            "own Accelerator). If it shuffles, or if its dataset or collator uses random numbers, use the same seed on "
+            "DataLoader must not shard the data across stages (as DistributedSampler, by default, and accelerate's own "
+            "Accelerator do). If it shuffles, or if its dataset or collator uses random numbers, use the same seed on "
             "all ranks, for example with transformers.set_seed(0). A `datasets` stream needs shuffle(..., seed=0). If "
             "only one rank has an entry, broadcast the entry to the other ranks: the outputs of another boosted model, "
             "for example, exist only on the rank of its last stage (docs/training.md has an example)"

@@ -38,7 +38,7 @@ REFUSED_WRAPPERS: dict[type, str] = {
 
 
 def uncompiled(model: nn.Module, warns: bool = True) -> nn.Module:
-    """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, with a warning if `warns`.
+    """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, and warn if `warns`.
     Raises ConfigurationError for lazy parameters, weights that torchao or bitsandbytes has quantized, flex_attention,
     synchronized batch norms, accelerate's hooks and modules in other wrappers."""
     compiled = False
@@ -103,9 +103,9 @@ def uncompiled(model: nn.Module, warns: bool = True) -> nn.Module:
     for name, module in model.named_modules():  # after the check for quantized layers, whose models have these hooks
         if hook := vars(module).get("_hf_hook"):
             raise ConfigurationError(
-                f"{name or 'the model'} has accelerate's hook {type(hook).__name__}, as with "
-                "from_pretrained(device_map=...). Such a hook may move tensors to a fixed device, but each stage is on "
-                "the device of its rank: omit device_map (PipelinePlugin.from_pretrained loads only the weights of "
+                f"{name or 'the model'} has accelerate's hook {type(hook).__name__} (for example, from "
+                "from_pretrained(device_map=...)). Such a hook may move tensors to a fixed device, but each stage is "
+                "on the device of its rank: omit device_map (PipelinePlugin.from_pretrained loads only the weights of "
                 "each stage), or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
             )
     return model
@@ -158,10 +158,10 @@ def refuse_blank_adapters(model: nn.Module) -> None:
     blank = [name for name, p in model.named_parameters() if p.is_meta and name not in known]
     if blank:
         raise ConfigurationError(
-            f"adapters have parameters on meta ({listed(blank, 3)}), so the values that peft assigned to these "
-            "parameters are lost. Add one adapter to a meta model with booster.enable_lora(model, lora_config=...), "
-            "which keeps the adapter on the CPU, or load the model with its weights, and add adapters without peft's "
-            "low_cpu_mem_usage"
+            f"adapters have parameters on the meta device ({listed(blank, 3)}), so the values that peft assigned to "
+            "these parameters are lost. Add one adapter to a meta model with booster.enable_lora(model, "
+            "lora_config=...), which keeps the adapter on the CPU. Or load the model with its weights, and add "
+            "adapters without peft's low_cpu_mem_usage"
         )
 
 
@@ -169,8 +169,8 @@ def refuse_sharded_packing(model: nn.Module, fsdp: bool, slices: int) -> None:
     """Raise ConfigurationError if quantized weights would be sharded."""
     if (fsdp or slices > 1) and is_quantized(model):
         raise ConfigurationError(
-            "fsdp=True, tp_size and ep_size shard weights, but the weights of this model are quantized and cannot be "
-            "sharded. Omit these arguments, and use more stages (pp_size) or replicas (dp_size)"
+            "the weights of this model are quantized and cannot be sharded, as fsdp=True, tp_size and ep_size require. "
+            "Omit these arguments, and use more stages (pp_size) or replicas (dp_size)"
         )
 
 
@@ -264,7 +264,8 @@ def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]
             raise BatchError(
                 f"this batch has {longest} positions, but a part of the batch has only {shortest}. With more than "
                 f"{limits[name]} positions, {name} ({type(modules[name]).__name__}) computes its frequencies from the "
-                f"number of positions. {remedy}, or truncate samples to {limits[name]} positions"
+                f"number of positions, so this part would get other frequencies. {remedy}, or truncate samples to "
+                f"{limits[name]} positions"
             )
 
 

@@ -62,7 +62,7 @@ class NaNCheck:
         stage."""
         self._gradients(f"after the backward pass of microbatch {i}")
         if self.gradients and not all(map(_is_finite, sent)):
-            self._stop(f"the gradient for the previous stage is not finite for microbatch {i}")
+            self._stop(f"the gradient of microbatch {i} for the previous stage is not finite")
 
     def before_update(self) -> None:
         """Check the gradients before the optimizer's step, after they were summed over the ranks."""
@@ -283,9 +283,9 @@ class Stage:
                 unit = self.microbatches[i].route.flow.calls[value.call].unit
                 raise TraceError(
                     f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, receives a "
-                    "gradient that the trace did not record. This stage would not send the gradient back: the model "
-                    "takes a different path than in the trace. Make the path depend only on attributes and configs, or "
-                    "pass dry_run_input=<a batch of this kind>"
+                    "gradient that the trace did not record. The model takes a different path than in the trace, and "
+                    "this stage would not send the gradient back. Make the path depend only on attributes and configs, "
+                    "or pass dry_run_input=<a batch of this kind>"
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor]) -> None:
@@ -306,8 +306,8 @@ class Stage:
                     f"{self.index}, receives no gradient in this step, although the trace recorded one: a unit "
                     "detaches or omits this result, depending on a counter or on tensor values, or a custom backward "
                     "(torch.autograd.Function) returns None for it. Detach or omit the result in every forward or in "
-                    "none (an attribute that you set between steps may decide), or multiply the result by zero. Return "
-                    "zeros in that backward, or cut elsewhere (partition=[...])"
+                    "none (an attribute that you set between steps may decide), or multiply the result by zero. In a "
+                    "custom backward, return zeros instead of None. Or cut elsewhere (partition=[...])"
                 )
 
     def weight(self, i: int) -> None:
@@ -323,8 +323,8 @@ class Stage:
         loss, count = sum_and_count(output, in_step(self.criterion), microbatch.batch)
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
-                "the second tensor that the criterion returned is read as the count of (sum, count), a divisor, but it "
-                "requires a gradient: return the sum of several losses as one tensor, or detach the count"
+                "the criterion returned two tensors, which are read as (sum, count), but the second one requires a "
+                "gradient, which a count must not: return the sum of several losses as one tensor, or detach the count"
             )
         if self.train and loss is not None and self.criterion is not None:
             self._refuse_foreign(loss, output, received)

@@ -49,19 +49,19 @@ NUMBERS = 4096  # at most this many numbers of ways (one for each size of a batc
 
 CHANGED = (
     "%s changes in each step (most recently, %s). A change may decide which operations run, so after each change, "
-    "pipeshard traces the model and verifies the loss, which may take longer than a step. Store a number that changes "
-    "in each step %s if it is a factor, or as a bool if it selects a branch"
+    "pipeshard traces the model and verifies the loss, which may take longer than a step. If a number that changes "
+    "in each step is a factor, store it %s. If it selects a branch, store it as a bool"
 )
 HOOKED = (
-    "%s has another hook in each step (most recently, in %s), so pipeshard traces the model and verifies the loss in "
+    "%s has a different hook in each step (most recently, in %s), so pipeshard traces the model and verifies the loss in "
     "each step, which may take longer than a step. Register the hook once, or the same function in each step: a new "
     "function is the same hook only if the values in its closure are the same objects"
 )
 NEW = (
     "the loop has used more than %s criteria. For each new criterion, pipeshard traces the model and verifies the "
-    "loss, which may take longer than a step. Create one criterion for all steps: store a number that changes as a "
-    "float attribute of an object with a method __call__, and pass tensors in the batch, under keys with the prefix "
-    "'criterion.'"
+    "loss, which may take longer than a step. Create one criterion for all steps: an object with a "
+    "method __call__. Store a changing number as a float attribute of this object, and pass tensors in the batch, "
+    "under keys with the prefix 'criterion.'"
 )
 
 
@@ -372,8 +372,8 @@ class Traces:
             confirmed[train] += not differs
         if any(gather_objects(differs, world)):
             raise TraceError(
-                f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, or other "
-                "parameters, although pipeshard detected no change in the state that the forward depends on. Does the "
+                f"the forward of {type(self.model).__name__} uses different unit outputs or parameters than in its "
+                "trace, although pipeshard detected no change in the state that the forward depends on. Does the "
                 "model branch at random (random.random() < p, torch.rand(()) < p), count its forwards, read an "
                 "environment variable, or branch on torch.is_grad_enabled()? Compute both results of a random branch, "
                 "and select one with torch.where. Keep other state in attributes of the model (such as self.training) "

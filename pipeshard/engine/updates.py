@@ -2,7 +2,7 @@
 
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
 Stages would then silently train differently. Ranks therefore compare the options of the optimizers' groups, and the
-factor by which the loop on each rank has multiplied all gradients of that rank. Ranks compare the first updates of a
+factor by which the loop on each rank has multiplied all gradients of this rank. Ranks compare the first updates of a
 model before any parameter changes, and later updates in the first message of the next step.
 """
 
@@ -342,10 +342,10 @@ SCALED = (
     "Stages then train differently: a factor must not be computed from the norm of one stage's gradients. Clip by the "
     "norm of the whole model: PipelinePlugin(max_norm=...), or optimizer.clip_grad_by_norm(max_norm) before "
     "optimizer.step(). For your own factor, get the norm from optimizer.get_grad_norm(), which every rank must call. "
-    "Omit a constant factor, or use the lr of a parameter group instead"
+    "If the factor is a constant, remove it, or set the lr of a parameter group instead"
 )
 TOGETHER = (
-    "Stages then train differently. Call optimizer.zero_grad() on every rank. If this depends on a value, use a "
+    "Stages then train differently. Call optimizer.zero_grad() on every rank. If the call depends on a value, use a "
     "value that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank"
 )
 EVALUATED = (
@@ -419,7 +419,8 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
         for k, o in ((0, other), (other, 0))
     )
     return (
-        "the training loop, or the optimizer's own step, modified parameters after it had read several parameters: "
+        "the training loop, or the optimizer's own step, modified parameters with numbers that differ between ranks, "
+        "after it had read several parameters: "
         f"{' and '.join(shown)}. {NUMBERED}"
     )
 

@@ -145,8 +145,8 @@ class Deferral:
         self._pending = self._within = None
 
     def defer(self, parameter: nn.Parameter, term: Term) -> bool:
-        """If the current pass would add a term to `.grad`, append it to the list instead, to be added later. Returns
-        whether the term was appended."""
+        """If the current pass would add a term to `.grad`, append the term to the list instead, to be added later.
+        Returns whether the term was appended."""
         if self._pending is None or torch.is_grad_enabled():  # grad is enabled with create_graph=True
             return False
         node = get_gradient_edge(parameter).node

@@ -100,7 +100,7 @@ def replaces_its_head() -> None:
     held = [parameter for _, parameter in sides.held()]
     before = [parameter.detach().clone() for parameter in held]
     sides.engine.model.head = nn.Linear(*reversed(sides.unsplit.head.weight.shape))
-    with pytest.raises(UsageError, match=r"head of this .*Net was added, replaced or removed .* before booster.boost"):
+    with pytest.raises(UsageError, match=r"head \(in .*Net\) was added, replaced or removed .* before booster.boost"):
         sides.split_loss(sides.batches(1))
     assert all(map(torch.equal, before, held))
 
@@ -109,7 +109,7 @@ def adds_a_parameter() -> None:
     sides = Sides({})
     sides.train(sides.batches(0))
     sides.model.layers.register_parameter("scale", nn.Parameter(torch.ones(())))
-    with pytest.raises(UsageError, match=r"layers.scale of this ModuleList was added, replaced or removed"):
+    with pytest.raises(UsageError, match=r"layers.scale \(in ModuleList\) was added, replaced or removed"):
         sides.split_loss(sides.batches(1))
 
 
@@ -119,7 +119,7 @@ def replaces_a_sharded_parameter() -> None:
         sides.train(sides.batches(0))
         sides.step()
     sides.model.layers[0].a.weight = nn.Parameter(torch.zeros_like(sides.unsplit.layers[0].a.weight))
-    with pytest.raises(UsageError, match=r"layers.0.a.weight of this Linear was added, replaced or removed"):
+    with pytest.raises(UsageError, match=r"layers.0.a.weight \(in Linear\) was added, replaced or removed"):
         sides.split_loss(sides.batches(1))
 
 

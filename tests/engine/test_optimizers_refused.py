@@ -308,7 +308,7 @@ def with_an_empty_group() -> str:
 
 def test_a_group_that_is_empty_on_one_stage_is_named(pool: Pool) -> None:
     """torch's "Tensor list must have at least one tensor", of a class that trains in one process, named no group."""
-    told = "rank 0 (stage 0) has no gradients for group 0 of Listed, whose parameters are frozen or on other ranks"
+    told = "rank 0 (stage 0) has no gradients for group 0 of Listed: the parameters there are frozen or on other ranks"
     first, second = pool.run(with_an_empty_group, 2)
     assert told in first and "skip a group in which no parameter has a gradient" in first and second == ""
 
@@ -552,7 +552,7 @@ def some_of_the_model() -> str:
     with pytest.raises(UsageError) as caught:
         optimizer.step()
     optimizer.add_param_group({"params": [*model.unwrap().embed.parameters(), *model.unwrap().layers.parameters()]})
-    with pytest.raises(UsageError, match=r"was passed to boost .*, and its own step does not clip"):
+    with pytest.raises(UsageError, match=r"directly: it was passed to boost .*, and its own step does not clip"):
         optimizer.unwrap().step()
     optimizer.step()
     with pytest.raises(ConfigurationError):

@@ -659,7 +659,7 @@ class Annealed(Net):
 FEW_STATES = 5
 
 
-HOOKED = "the model has another hook in each step (most recently, in embed._forward_hooks)"
+HOOKED = "the model has a different hook in each step (most recently, in embed._forward_hooks)"
 
 
 def traced_often() -> list[tuple[int, list[str]]]:

@@ -36,7 +36,7 @@ class Remedy:
 ONE = {"num_microbatches": 1}
 TWICE = {"loss_reduction": "microbatch"}  # with two microbatches
 UNVERIFIED = {"verify": False}
-AT_RANDOM = r"uses different unit outputs than in its trace, or other parameters, .*at random.*with torch\.where"
+AT_RANDOM = r"uses different unit outputs or parameters than in its trace, .*at random.*with torch\.where"
 
 
 def hunted_case(name: str, **options: Any) -> Training:
@@ -424,7 +424,7 @@ REMEDIES = {
     "LBFGS": Remedy(("LBFGS, SAM",), "use another optimizer", Training(optimizer=lbfgs), (Training(optimizer=adamw),)),
     "a None over a cut": Remedy(
         ("a None gradient that your own backward returns",),
-        "Return zeros in that backward, or cut elsewhere",
+        "In a custom backward, return zeros instead of None. Or cut elsewhere",
         hunted_case("none over a cut"),
         (
             Training(nets.ZerosOver, {**UNVERIFIED, **ONE, "partition": [3, 3]}),
