@@ -172,7 +172,8 @@ class Ragged:
         return mask if mask is not None and mask.shape == (batch.rows, total) else None
 
     def _other_masks(self, name: str, batch: Batch, total: int) -> list[Tensor]:
-        """The masks of other texts with as many positions as this side. These texts are trimmed together with the side."""
+        """The masks of other texts with as many positions as this side. These texts are trimmed together with the
+        side."""
         paths = [path for path in batch.tensors if path.endswith(MASK) and path not in (MASK, DECODER_MASK)]
         paths = [path for path in paths if self._side_of(path) == name and self._dims(path, batch, total)]
         masks = [batch.by_sample(path) for path in paths]

@@ -103,9 +103,9 @@ def uncompiled(model: nn.Module, warns: bool = True) -> nn.Module:
     for name, module in model.named_modules():  # after the check for quantized layers, whose models have these hooks
         if hook := vars(module).get("_hf_hook"):
             raise ConfigurationError(
-                f"{name or 'the model'} has accelerate's hook {type(hook).__name__} (for example, from "
-                "from_pretrained(device_map=...)). Such a hook may move tensors to a fixed device, but each stage is "
-                "on the device of its rank: omit device_map (PipelinePlugin.from_pretrained loads only the weights of "
+                f"{name or 'the model'} has accelerate's hook {type(hook).__name__}. Such hooks, which "
+                "from_pretrained(device_map=...) adds, may move tensors to a fixed device, but each stage is on the "
+                "device of its rank: omit device_map (PipelinePlugin.from_pretrained loads only the weights of "
                 "each stage), or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
             )
     return model
@@ -169,8 +169,8 @@ def refuse_sharded_packing(model: nn.Module, fsdp: bool, slices: int) -> None:
     """Raise ConfigurationError if quantized weights would be sharded."""
     if (fsdp or slices > 1) and is_quantized(model):
         raise ConfigurationError(
-            "the weights of this model are quantized and cannot be sharded, as fsdp=True, tp_size and ep_size require. "
-            "Omit these arguments, and use more stages (pp_size) or replicas (dp_size)"
+            "the weights of this model are quantized, so fsdp=True, tp_size and ep_size cannot shard them: omit these "
+            "arguments, and use more stages (pp_size) or replicas (dp_size)"
         )
 
 

@@ -53,15 +53,15 @@ CHANGED = (
     "in each step is a factor, store it %s. If it selects a branch, store it as a bool"
 )
 HOOKED = (
-    "%s has a different hook in each step (most recently, in %s), so pipeshard traces the model and verifies the loss in "
-    "each step, which may take longer than a step. Register the hook once, or the same function in each step: a new "
+    "%s has a different hook in each step (most recently, in %s), so pipeshard traces the model and verifies the loss "
+    "in each step, which may take longer than a step. Register the hook once, or the same function in each step: a new "
     "function is the same hook only if the values in its closure are the same objects"
 )
 NEW = (
     "the loop has used more than %s criteria. For each new criterion, pipeshard traces the model and verifies the "
-    "loss, which may take longer than a step. Create one criterion for all steps: an object with a "
-    "method __call__. Store a changing number as a float attribute of this object, and pass tensors in the batch, "
-    "under keys with the prefix 'criterion.'"
+    "loss, which may take longer than a step. Create one criterion for all steps: an object with a method "
+    "__call__. Store a changing number as a float attribute of this object, and pass tensors in the batch, under keys "
+    "with the prefix 'criterion.'"
 )
 
 

@@ -2,7 +2,7 @@
 
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
 Stages would then silently train differently. Ranks therefore compare the options of the optimizers' groups, and the
-factor by which the loop on each rank has multiplied all gradients of this rank. Ranks compare the first updates of a
+factor by which the loop on each rank has multiplied all gradients of that rank. Ranks compare the first updates of a
 model before any parameter changes, and later updates in the first message of the next step.
 """
 
