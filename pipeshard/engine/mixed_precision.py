@@ -146,9 +146,9 @@ class MasterWeight:
             rounded = self.master.to(value.dtype)
             if is_master_written and not torch.equal(value.nan_to_num(), rounded.nan_to_num()):
                 raise UsageError(
-                    f"the loop has written to both the model's parameter {self.name} and the tensor of this parameter "
-                    "in optimizer.param_groups. With precision='bf16' or 'fp16', and with offload='optimizer', the two "
-                    "have separate values, so one of the writes would be lost: write to only one of the two between "
+                    f"the loop has written different values to the model's parameter {self.name} and to its tensor in "
+                    "optimizer.param_groups. With precision='bf16' or 'fp16', and with offload='optimizer', the two "
+                    "do not share memory, so one of the writes would be lost: write to only one of the two between "
                     "two calls of execute_pipeline or optimizer.step"
                 )
             if not is_master_written:

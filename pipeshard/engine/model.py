@@ -246,8 +246,8 @@ class PipelineModel(nn.Module):
         """Return an attribute of the model, such as its config, `generate` or `gradient_checkpointing_enable`."""
         if name in ASKED_BY:
             raise UsageError(
-                f"{ASKED_BY[name]} would wrap a boosted model, but the booster already manages the model's replicas, "
-                "optimizer and steps. Train the model with booster.execute_pipeline(...), or get the full model for "
+                f"{ASKED_BY[name]} cannot wrap a boosted model, since the booster already manages the model's "
+                "replicas, optimizer and steps. Train the model with booster.execute_pipeline(...), or get the full model for "
                 "other uses with pipeshard.to_sequential(model)"
             )
         try:

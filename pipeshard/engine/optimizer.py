@@ -325,7 +325,7 @@ class PipelineOptimizer(Optimizer):
         if self.optim in _newest and _newest[self.optim]() is not self:
             raise UsageError(
                 f"this {type(self.optim).__name__} was already boosted: use the model and the optimizer that boost "
-                "returned, or create both again"
+                "returned, or create a new model and a new optimizer"
             )
 
     def _updates(self, weight: MasterWeight) -> bool:

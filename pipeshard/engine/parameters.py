@@ -170,8 +170,8 @@ class HeldParameters:
         packed = [name for name, parameter in self.model.named_parameters() if is_packed(parameter)]
         if packed:  # FSDP would shard the slice across replicas as if it were contiguous
             raise ConfigurationError(
-                f"{packed[0]} is a fused weight, and tp_size={self.grid.tp_size} shards each of its parts: fsdp=True "
-                "cannot also shard it across replicas. Use zero_stage=1, or tp_size=1"
+                f"fsdp=True cannot shard {packed[0]} across replicas, because it is a fused weight, and "
+                f"tp_size={self.grid.tp_size} already shards each of its parts. Use zero_stage=1, or tp_size=1"
             )
         calls = self.policy.partition.stages.items()
         used = {

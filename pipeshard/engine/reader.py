@@ -147,8 +147,8 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             "DataLoader must not shard the data across stages (as DistributedSampler, by default, and accelerate's own "
             "Accelerator do). If it shuffles, or if its dataset or collator uses random numbers, use the same seed on "
             "all ranks, for example with transformers.set_seed(0). A `datasets` stream needs shuffle(..., seed=0). If "
-            "only one rank has an entry, broadcast the entry to the other ranks: the outputs of another boosted model, "
-            "for example, exist only on the rank of its last stage (docs/training.md has an example)"
+            "only one rank has an entry of the batch, broadcast the entry to the other ranks: the outputs of another "
+            "boosted model, for example, exist only on the rank of its last stage (docs/training.md has an example)"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)
@@ -205,8 +205,8 @@ class Reader:
         if agreement.repeated and self.grid.first and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "replicas %s read batches in this step that other replicas also read, so the replicas train on fewer "
-                "different samples than they read. Give each replica its own part of the data: use "
+                "in this step, replicas %s read batches that other replicas also read, so the replicas train on fewer "
+                "distinct samples than they read. Give each replica its own part of the data: use "
                 "plugin.prepare_dataloader(dataset, batch_size), or pass your own DataLoader a DistributedSampler with "
                 "num_replicas=plugin.grid.dp_size and rank=plugin.grid.replica",
                 ", ".join(map(str, agreement.repeated)),

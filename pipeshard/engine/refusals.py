@@ -116,8 +116,8 @@ def refuse_default_device() -> None:
     created on this device."""
     if (device := torch.get_default_device()).type != "cpu":
         raise ConfigurationError(
-            f"the default device of torch is {device}, but pipeshard also computes with tensors on the CPU. Omit "
-            f"torch.set_default_device, or set a default device only while you build the model (with "
+            f"the default device of torch is {device}, but pipeshard also computes with tensors on the CPU. Do not "
+            f"call torch.set_default_device, or set a default device only while you build the model (with "
             f"torch.device({device.type!r}): model = ...); each stage is moved to the device of its rank"
         )
 

@@ -90,8 +90,8 @@ def _joint(value: Value, head: Microbatch, slices: Sequence[Microbatch], rows: i
         unit = head.route.flow.calls[value.call].unit
         raise ConfigurationError(
             f"num_slices: the loss or a requested output needs result {value.leaf} of unit {unit}, which has shape "
-            f"{whole} for the whole sequence; the shapes of its slices, {', '.join(map(str, parts))}, cannot be "
-            f"merged. {OTHER}"
+            f"{whole} for the whole sequence, but its slices have shapes {', '.join(map(str, parts))}, which cannot be "
+            f"merged into this shape. {OTHER}"
         )
     return joint
 

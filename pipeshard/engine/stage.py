@@ -324,7 +324,7 @@ class Stage:
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
                 "the criterion returned two tensors, which are read as (sum, count), but the second one requires a "
-                "gradient, which a count must not: return the sum of several losses as one tensor, or detach the count"
+                "gradient, so it cannot be a count: return the sum of several losses as one tensor, or detach the count"
             )
         if self.train and loss is not None and self.criterion is not None:
             self._refuse_foreign(loss, output, received)

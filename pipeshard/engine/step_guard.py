@@ -92,7 +92,7 @@ def _check_related(optimizer: Optimizer, named: Mapping[Tensor, str], gradients:
         f"this {kind} was not boosted, but its step would update parameters of a boosted model "
         f"({listed([*named.values()], 3)}) without max_norm, the loss scale or fp32 master weights. Pass the "
         "optimizer to pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it "
-        "later with model, optimizer, *_ = engine.boost(model, optimizer). Call step() on the returned optimizer"
+        "later with model, optimizer, *_ = engine.boost(model, optimizer). Then call step() on the returned optimizer"
     )
 
 

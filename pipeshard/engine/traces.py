@@ -137,7 +137,8 @@ class Traces:
         self.losses.look(criterion, self._state)
 
     def _is_unchanged(self) -> bool:
-        """Whether all Python values are unchanged since this state was recorded. Recipes of counts may contain them."""
+        """Whether all Python values are unchanged since `look` recorded the state. Recipes of counts may contain
+        such values."""
         return all(flags.is_unchanged for flags in self._looked)
 
     def _flags_of(self, criterion: Criterion) -> Flags:

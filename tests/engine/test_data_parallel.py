@@ -201,7 +201,7 @@ def test_replicas_that_read_one_batch_are_told(pool: Pool) -> None:
     first, second = pool.run(warnings_of_repeated, 2)
     assert len(first) == 1 and not second
     assert (
-        "replicas 0, 1 read batches in this step that other replicas also read" in first[0]
+        "in this step, replicas 0, 1 read batches that other replicas also read" in first[0]
         and "plugin.prepare_dataloader" in first[0]
     )
 
@@ -430,7 +430,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
     """The slice of a fused weight is in several places: its optimizer's states were saved as if in one, and could not
     be read, and FSDP's gradients of it were others."""
     assert pool.run(packed, 2, str(tmp_path)) == ["_S(1, 2)"] * 2
-    with pytest.raises(WorkerError, match=r"gate_up_proj is a fused weight.*Use zero_stage=1"):
+    with pytest.raises(WorkerError, match=r"gate_up_proj across replicas, because it is a fused .*Use zero_stage=1"):
         pool.run(divided_twice, 4)
 
 
