@@ -247,8 +247,8 @@ class PipelineModel(nn.Module):
         if name in ASKED_BY:
             raise UsageError(
                 f"{ASKED_BY[name]} cannot wrap a boosted model, since the booster already manages the model's "
-                "replicas, optimizer and steps. Train the model with booster.execute_pipeline(...), or get the full model for "
-                "other uses with pipeshard.to_sequential(model)"
+                "replicas, optimizer and steps. Train the model with booster.execute_pipeline(...), or get the full "
+                "model for other uses with pipeshard.to_sequential(model)"
             )
         try:
             return super().__getattr__(name)
