@@ -433,7 +433,7 @@ class PipelineOptimizer(Optimizer):
 
     def _note_empty(self, error: Exception) -> None:
         """Add a note to an error that an update raised, if groups have no gradients on this rank. In one process, these
-        groups have gradients, so the optimizer's class may not support groups without gradients."""
+        groups have gradients, so the optimizer's class might not support groups without gradients."""
         groups = enumerate(self.optim.param_groups)
         empty = [str(k) for k, group in groups if all(stored_grad(parameter) is None for parameter in group["params"])]
         if empty and not isinstance(error, PipeshardError):

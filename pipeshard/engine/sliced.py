@@ -4,7 +4,7 @@
     stage 1             F(0,0)  F(0,1)  F(0,2) head    B(0,2)  B(0,1)  B(0,0)
 
 The last stage concatenates the values that the loss needs from all slices. The head (the glue after the last unit, and
-the loss) then runs once for the whole microbatch, as without slices. So labels, sums and counts cover the whole
+the loss) then runs once for the whole microbatch, as without slices. Labels, sums and counts therefore cover the whole
 microbatch.
 """
 
