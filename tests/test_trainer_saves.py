@@ -252,7 +252,7 @@ def saved_apart(folder: Path) -> list[str]:
 def test_ranks_save_a_model_to_the_folder_of_the_first_rank(pool: Pool, tmp_path: Path) -> None:
     """The only save of a run failed at its end, since each rank had named output_dir by its own clock."""
     (said,), others = pool.run(saved_apart, 2, tmp_path)
-    assert "the folder of the model differs between ranks" in said and not others
+    assert "the folder for the model differs between ranks" in said and not others
     assert len(list((tmp_path / "at-0").glob("model-*.safetensors"))) == 2 and not list(
         (tmp_path / "at-1").glob("*.s*")
     )

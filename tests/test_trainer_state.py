@@ -459,7 +459,7 @@ def test_a_large_array_that_compute_loss_writes_to_is_refused() -> None:
     assert np.isnan(trainer.counts).all() and not any(kept.changes())
     trainer.counts[3] = 1.0
     for refuse in (kept.restore, lambda: kept.told(None)):
-        with pytest.raises(UsageError, match=r"self\.counts \(1\.5 MiB\) in place, but .* tensor, and change it after"):
+        with pytest.raises(UsageError, match=r"self\.counts \(1\.5 MiB\) in place, but .* tensor and change it after"):
             refuse()
 
 

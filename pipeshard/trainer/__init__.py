@@ -13,7 +13,7 @@ __all__ = ["PipelinePlugin", "PipelineTrainer", "pipelined"]
 
 def __getattr__(name: str) -> Any:
     """Import transformers' Trainer only on first use, since the import takes a second. Planning a recipe imports other
-    modules of this package, but does not use transformers' Trainer."""
+    modules of this package, but does not use Trainer."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("pipeshard.trainer.trainer"), name)

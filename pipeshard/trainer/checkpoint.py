@@ -83,7 +83,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
 
 
 def stamps(folder: Path) -> Stamps:
-    """The inode and modification time of each file in a folder, by relative path. Rewriting a file changes them."""
+    """The inode and modification time of each file in a folder, by relative path. Rewriting a file changes its entry."""
     found = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
     return {name: (of_file.st_ino, of_file.st_mtime_ns) for name, of_file in found.items()}
 
@@ -103,7 +103,7 @@ def save_state(
     """Write `folder/pipeline`, and a manifest of the files that this save has written. Call it on all ranks.
 
     `before` is the result of `save_weights`. The manifest omits files in `before` that have not changed since, because
-    callbacks and Trainer may rewrite them later.
+    callbacks and Trainer may rewrite these files later.
     """
     grid = model.pipeline.grid
     random = random_states(grid)
@@ -140,7 +140,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
             set_random_state(before)
     with together(grid.world):
         if grid.first:
-            for path in folder.glob(RANDOM):  # unused, and possibly partial, since no rank waits for the write
+            for path in folder.glob(RANDOM):  # not used, and may be partial, since no rank waits for the write
                 if not zipfile.is_zipfile(path):
                     path.unlink()
     return random
@@ -180,12 +180,12 @@ def lock_folder(folder: Path, owner: Any, grid: Grid) -> None:
 
 @together_in("trainer.save_model")
 def one_folder(folder: Path, grid: Grid) -> Path:
-    """Return the folder to which all ranks save the model. If the ranks pass different folders, warn and
-    return the first rank's folder, since an error could lose the trained model."""
+    """Return the folder to which all ranks save the model. If the ranks pass different folders, warn and return the
+    first rank's folder, since raising an error could lose the trained model."""
     if not (apart := differing_folders(folder, grid.world)):
         return folder
     if grid.first:
-        logger.warning("the folder of the model differs between ranks (%s): all ranks save to %s", apart, folder)
+        logger.warning("the folder for the model differs between ranks (%s): all ranks save it to %s", apart, folder)
     return Path(gather_objects(str(folder), grid.world)[0])
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: overrides the methods of a Trainer that evaluate, predict and generate, to run on stages."""
+"""Evaluation: overrides the methods of a Trainer that evaluate, predict and generate, so that they run on stages."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ class Evaluation(Trainer):
     share_generators: Callable[[Any], None]
     _own_stages: Callable[[], StagesStandIn]
     _stages: StagesStandIn | None = None
-    _loader: Any = None  # provides the trace's sample: the latest training dataloader, or the first evaluated one
+    _loader: Any = None  # provides the trace's sample: the latest training dataloader, else the first evaluation dataloader
     _latest_loader: Any = None  # the latest dataloader that accelerator.prepare has returned
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +160,7 @@ class Evaluation(Trainer):
         return tokens
 
     def is_predicted(self, sample: Any) -> bool:
-        """Whether transformers' prediction_step passes the sample to the model itself, without compute_loss, because
+        """Whether transformers' prediction_step passes the sample directly to the model, without compute_loss, because
         labels are missing."""
         if self.is_in_train or not isinstance(sample, Mapping):
             return False

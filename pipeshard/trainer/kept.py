@@ -59,8 +59,8 @@ class KeptState(Snapshot):
     """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
     objects.
 
-    With `copies`, tensors of any size can be restored, except sparse tensors. Otherwise, only tensors of at most
-    SMALL_BYTES bytes can be restored. Arrays of more than LARGEST_ARRAY bytes are compared, but cannot be restored.
+    With `copies`, dense tensors of any size can be restored; otherwise, only dense tensors of at most SMALL_BYTES bytes.
+    Sparse tensors, and arrays of more than LARGEST_ARRAY bytes, are compared, but cannot be restored.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
@@ -93,8 +93,8 @@ class KeptState(Snapshot):
             if _position(file) != at:
                 raise UsageError(
                     f"compute_loss reads or writes the open file {place_name(path)}. In a step, only the last stage "
-                    "calls compute_loss, and a trace cannot undo the access: use a list instead, and read or write the "
-                    "file in log() or in a callback"
+                    "calls compute_loss, and a trace cannot undo the access: read or write the file in log() or in a "
+                    "callback, and exchange the values with compute_loss through a list"
                 )
 
     def restore(self) -> None:
@@ -122,7 +122,7 @@ class KeptState(Snapshot):
         what = f"compute_loss modifies {place_name(path)}{size} in place"
         if isinstance(value, np.ndarray):
             return UsageError(
-                f"{what}, but a change to an array of more than 1 MiB cannot be undone: use a torch tensor, and change "
+                f"{what}, but a change to an array of more than 1 MiB cannot be undone: use a torch tensor and change "
                 "it after the model call, or make the change in a callback"
             )
         if self.copies:

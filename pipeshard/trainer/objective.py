@@ -63,7 +63,7 @@ class ComputesLoss(Protocol):
 
 
 class Called(Exception):
-    """Raised when compute_loss calls the model, with the inputs of the call."""
+    """Raised when compute_loss calls the model. Holds the inputs of the call."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
@@ -144,8 +144,8 @@ class Objective:
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Call compute_loss until it calls the model. Returns the inputs of this call, and the rest of the batch under
-        names with the prefix FOR_CRITERION.
+        """Run compute_loss up to its call of the model. Returns the inputs of this call, and the rest of the batch
+        under names with the prefix FOR_CRITERION.
 
         compute_loss receives copies of the tensors, since the step calls it again with the batch. If compute_loss has
         written to a tensor that the model receives, the result contains both the original and the modified tensor.
@@ -165,9 +165,9 @@ class Objective:
             self.added = frozenset(name for name in called.inputs if name not in inputs or name in written)
             if self.added and errors:
                 raise UsageError(
-                    "compute_loss reads parameters of other stages before it calls the model with "
-                    f"{', '.join(sorted(self.added))}, which may depend on them: read the parameters after the "
-                    "model call, or compute these inputs in the data collator"
+                    "compute_loss reads parameters of other stages before it calls the model, so the model inputs that "
+                    f"it creates or changes ({', '.join(sorted(self.added))}) may depend on these parameters: read the "
+                    "parameters after the model call, or compute the inputs in the data collator"
                 ) from errors[0]
             as_given = called.inputs.keys() - self.added
             passed = called.inputs | {name: inputs[name] for name in as_given if called.inputs[name] is given[name]}
@@ -237,8 +237,9 @@ class Objective:
             self._random = random_state()
             if muted is not None and not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
                 raise UsageError(
-                    f"compute_loss returns {loss.item()}, but {muted.item()} without gathering from other replicas: "
-                    "compute the loss only from the batch and the model's outputs"
+                    "the loss depends on values of other replicas: compute_loss returns "
+                    f"{loss.item()}, but {muted.item()} without gathering from other replicas. Compute the loss only "
+                    "from the batch and the model's outputs"
                 )
             return loss
         except UsageError as error:
@@ -323,7 +324,7 @@ def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: 
 
 
 class Asking(ModuleStandIn):
-    """A placeholder for the model that raises Called with its inputs."""
+    """A placeholder for the model. A call raises Called with the inputs of the call."""
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if args:

@@ -31,7 +31,7 @@ REFUSED_ARGUMENTS = {
     ),
     "parallelism_config": "set PipelinePlugin(dp_size=..., tp_size=..., ep_size=...) instead",
     "auto_find_batch_size": (
-        "a rank that runs out of memory would change its batch size alone: find a batch size with `pipeshard plan`"
+        "only a rank that runs out of memory would reduce its batch size: find a batch size with `pipeshard plan`"
     ),
     "fp16_full_eval": _FULL,
     "bf16_full_eval": _FULL,
@@ -42,15 +42,16 @@ REFUSED_ARGUMENTS = {
     "past_index": "stages keep no state between batches: remove it",
     "jit_mode_eval": "torch.jit does not trace stages: remove it",
     "train_sampling_strategy": (
-        "it distributes batches over processes, but all stages of a replica read the same batch: use 'group_by_length'"
+        "it assigns different batches to processes, but all stages of a replica must read the same batch: use "
+        "'group_by_length'"
     ),
     "use_vllm": "vLLM needs the full weights, but a pipeline splits them: remove it to generate with the stages",
     "use_transformers_continuous_batching": "its cache needs all layers on one rank, but stages divide them: remove it",
     "sync_ref_model": "it averages the full weights of two models, but a pipeline splits them: remove it",
     "accelerator_config.dispatch_batches": "each rank of a pipeline reads its batches itself: remove it",
     "dataloader_in_order": (
-        "batches would be read in the order in which workers finish, but all stages of a replica read the same batch: "
-        "remove it"
+        "batches would be read in the order in which workers finish, but all stages of a replica must read the same "
+        "batch: remove it"
     ),
 }
 # By argument: whether a value is refused. For arguments without an entry, every truthy value is refused.
@@ -97,7 +98,8 @@ def _refuse_uneven(args: TrainingArguments, config: PipelineConfig, name: str) -
     if replicas > 1 and not is_even:
         raise ConfigurationError(
             f"{name} does not support accelerator_config.even_batches=False with dp_size={replicas}: replicas with "
-            "fewer batches would begin the next epoch earlier. Remove it, or set dataloader_drop_last=True"
+            "fewer batches would begin the next epoch earlier. Remove even_batches=False, or set "
+            "dataloader_drop_last=True"
         )
 
 
@@ -133,7 +135,7 @@ def refuse_split(model: nn.Module, name: str) -> None:
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} got an instance of {type(model).__name__} whose parameters booster.boost, or a Trainer of a model "
-            f"that shares them, has already split: no rank holds all of it. Pass the model of that Trainer, or {RELOAD}"
+            f"that shares them, has already split: no rank holds the full model. Pass that Trainer's model, or {RELOAD}"
         )
 
 
@@ -154,9 +156,9 @@ def refuse_blank_reference(model: Any, given: Iterable[Any]) -> None:
     is_precomputed = any(getattr(one, "precompute_ref_log_probs", False) for one in given)
     if is_precomputed and isinstance(model, nn.Module) and is_blank(model):
         raise ConfigurationError(
-            "precompute_ref_log_probs=True runs the whole reference model on each rank before training, but the "
-            "weights of the reference model are on meta until the stages load them: omit precompute_ref_log_probs, so "
-            "that the stages run the reference before each step, or load the model with its weights"
+            "precompute_ref_log_probs=True runs the whole reference model on each rank before training, but its "
+            "weights are on the meta device until the stages load them: omit precompute_ref_log_probs, so that the "
+            "stages run the reference model before each step, or load the reference model with its weights"
         )
 
 
@@ -244,8 +246,8 @@ def cut_arguments(config: PipelineConfig, window: int) -> dict[str, int | None]:
         return {"num_microbatches": 1}
     if asked % window:
         raise ConfigurationError(
-            f"num_microbatches={asked} is not a multiple of gradient_accumulation_steps={window}, but each batch is "
-            "split into the same number of microbatches: use a multiple, or omit num_microbatches for one microbatch "
-            "per batch"
+            f"num_microbatches={asked} is not a multiple of gradient_accumulation_steps={window}, but every batch must "
+            f"have the same number of microbatches: pass a multiple of {window}, or omit num_microbatches for one "
+            "microbatch per batch"
         )
     return {"num_microbatches": asked // window}

@@ -59,8 +59,9 @@ class Rollouts:
         if (tokens := self.pipeline.config.microbatch_tokens) is not None:
             raise ConfigurationError(
                 f"{type(self).__name__} does not support microbatch_tokens={tokens}: its loss joins prompts and "
-                "completions with the padding of the whole batch, but microbatches would have less padding. Omit it, "
-                "so that each accumulation step is a microbatch, or pass num_microbatches or microbatch_size"
+                "completions with the padding of the whole batch, but microbatches would have less padding. Omit "
+                "microbatch_tokens, so that each accumulation step is a microbatch, or pass num_microbatches or "
+                "microbatch_size"
             )
         self._count_replicas()
 
@@ -92,8 +93,8 @@ class Rollouts:
             )
 
     def boosted_model(self, model: Any) -> Any:
-        """Return the stages of a model. For a reward model, returns the unsplit model, on the rank's device if the rank
-        computes rewards."""
+        """Return the stages of a model. For a reward model, return the unsplit model, moved to the rank's device if the
+        rank computes rewards."""
         if any(model is one for one in self.reward_funcs):
             assert isinstance(model, nn.Module)
             return model.to(self.args.device) if self._computes_rewards else model

@@ -117,9 +117,9 @@ def sending(where: str) -> AbstractContextManager[None]:
     pickled."""
     return explained(
         lambda error: UsageError(
-            "the last stage sends the model's outputs, and the results and changed state of compute_loss, to the other "
-            f"ranks, but {where} cannot be sent ({reason(error)}): use tensors, arrays, numbers, strings, collections "
-            "of these, or objects of a class at the top of a module (a .py file, not a notebook cell)"
+            f"{where} cannot be sent ({reason(error)}). The last stage sends the model's outputs, and the results and "
+            "changed state of compute_loss, to the other ranks: use tensors, arrays, numbers, strings, collections of "
+            "these, or objects of a class at the top of a module (a .py file, not a notebook cell)"
         )
     )
 

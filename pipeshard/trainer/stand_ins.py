@@ -149,8 +149,9 @@ class PipelineAccelerator(Accelerator):
         if self.uneven and not self.is_last_call:
             raise UsageError(
                 f"compute_loss gathers values from {self.num_processes} replicas before its last call in a step, but "
-                f"with {self.uneven}, replicas may have different numbers of microbatches, so some could wait forever: "
-                "pass num_microbatches instead, or train one replica (use all ranks for pp_size, tp_size or ep_size)"
+                f"with {self.uneven}, replicas may have different numbers of microbatches, so some replicas could wait "
+                "forever: pass num_microbatches instead, or train one replica (use all ranks for pp_size, tp_size or "
+                "ep_size)"
             )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -264,13 +265,14 @@ def _pickled(outputs: Any) -> Pickled | str:
 
 
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
-    """Context manager that turns off activation checkpointing before TRL does. TRL turns it off and on for each batch
-    of a reference model. This creates new functions and hooks, so each batch would require a new trace."""
+    """Context manager that turns off activation checkpointing, so that TRL does not. TRL would turn it off and on for
+    each batch of a reference model, which creates new functions and hooks: each batch would require a new trace."""
     return unrecomputed(model, lambda module: bool(getattr(module, "gradient_checkpointing", False)))
 
 
 class ModuleStandIn:
-    """Base class of stand-ins for `module`: a stand-in delegates attributes to `module`, and defines `__call__`."""
+    """Base class of stand-ins for `module`: a stand-in delegates attribute access to `module`, and defines
+    `__call__`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

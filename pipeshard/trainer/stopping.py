@@ -1,4 +1,4 @@
-"""Stopping: if a callback of one rank asks to stop, save, evaluate or log, all ranks do so after the same step."""
+"""Stopping: if a callback on any rank requests a stop, save, evaluation or log, all ranks act after the same step."""
 
 from typing import Any
 

@@ -179,7 +179,7 @@ class Loop(Evaluation):
 
     @property
     def _precision(self) -> dict[str, Any]:
-        """The plugin's precision. If this is fp32, the mixed precision of TrainingArguments or `accelerate launch`."""
+        """The plugin's precision or, if it is fp32, the mixed precision of TrainingArguments or `accelerate launch`."""
         config, mixed = self.pipeline.config, self.accelerator.mixed_precision
         if config.precision == "fp32" and mixed in ("bf16", "fp16"):
             return {"precision": mixed, "autocast": True}
@@ -210,7 +210,7 @@ class Loop(Evaluation):
     def boosted_optimizer(self, optimizer: Any) -> PipelineOptimizer:
         made = None if self._stages is None else self._stages.optimizer
         if made is None:
-            raise UsageError("pipeshard splits the optimizer when train() starts: use it during or after train()")
+            raise UsageError("the optimizer is not split before train() starts: use it during or after train()")
         if optimizer is not None and optimizer not in (made, made.optim):
             raise UsageError(f"this {type(optimizer).__name__} is not the Trainer's optimizer: use trainer.optimizer")
         return made
@@ -388,8 +388,8 @@ class Loop(Evaluation):
         return saves_itself and not is_split and not is_blank(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. Call it on every rank: each rank writes its part. If a transformers or peft model has values
-        and is not split yet, the first rank alone saves it, as in Trainer."""
+        """Save the model. Call it on every rank: each rank writes its part. A transformers or peft model that is not
+        split yet and not on meta is an exception: only the first rank saves it, as in Trainer."""
         grid = self.pipeline.grid
         folder = one_folder(Path(output_dir or self.args.output_dir), grid)
         if self._is_whole:
@@ -430,7 +430,7 @@ class Loop(Evaluation):
 
 
 class Front:
-    """Mixin that takes the `pipeline` argument, then constructs the Trainer that follows it in the MRO."""
+    """Mixin that takes the `pipeline` argument, then constructs the Trainer that follows the mixin in the MRO."""
 
     _begins: bool
     _held: tuple[dict[str, Any], ...]
@@ -507,16 +507,16 @@ class Front:
         return loss
 
     def _acted(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Log, evaluate and save, at the end of a step or an epoch, if the callbacks of any rank ask for it."""
+        """Log, evaluate or save at the end of a step or an epoch, if the callbacks of any rank request it."""
         world = self.pipeline.grid.world
         share_flags(self.control, world)
         acts = self.control.should_log or self.control.should_evaluate or self.control.should_save
         act(*args, **kwargs)
-        if acts:  # on_log and on_save may also ask to stop
+        if acts:  # on_log and on_save may also request a stop
             share_flags(self.control, world)
 
     def _evaluated(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate during training, and save afterwards if on_evaluate of any rank asks for it."""
+        """Evaluate during training, and save afterwards if on_evaluate of any rank requests it."""
         metrics = evaluate(*args, **kwargs)
         share_flags(self.control, self.pipeline.grid.world)
         return metrics
