@@ -83,7 +83,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
 
 
 def stamps(folder: Path) -> Stamps:
-    """The inode and modification time of each file in a folder, by relative path. Rewriting a file changes its entry."""
+    """The inode and modification time of each file in a folder, by relative path. Rewriting a file changes both."""
     found = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
     return {name: (of_file.st_ino, of_file.st_mtime_ns) for name, of_file in found.items()}
 

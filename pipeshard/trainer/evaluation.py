@@ -27,7 +27,7 @@ class Evaluation(Trainer):
     share_generators: Callable[[Any], None]
     _own_stages: Callable[[], StagesStandIn]
     _stages: StagesStandIn | None = None
-    _loader: Any = None  # provides the trace's sample: the latest training dataloader, else the first evaluation dataloader
+    _loader: Any = None  # the source of the trace's sample: the latest training (else the first evaluation) dataloader
     _latest_loader: Any = None  # the latest dataloader that accelerator.prepare has returned
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -59,8 +59,8 @@ class KeptState(Snapshot):
     """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
     objects.
 
-    With `copies`, dense tensors of any size can be restored; otherwise, only dense tensors of at most SMALL_BYTES bytes.
-    Sparse tensors, and arrays of more than LARGEST_ARRAY bytes, are compared, but cannot be restored.
+    With `copies`, dense tensors of any size can be restored; otherwise, only those of at most SMALL_BYTES bytes. Sparse
+    tensors, and arrays of more than LARGEST_ARRAY bytes, are compared, but cannot be restored.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:

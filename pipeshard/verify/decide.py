@@ -279,8 +279,8 @@ def _reached(
     criterion: Criterion | None,
     sample: Batch,
 ) -> Sequence[str]:
-    """Return `norms` without the norms in units that the sample does not run, such as an image tower: slices do not
-    support images. Returns all norms if the model cannot be traced here."""
+    """Return `norms` without the norms in units that the sample does not run, such as an image tower (slices do not
+    support images). Return all norms if the model cannot be traced here."""
     if not norms:
         return norms
     try:
@@ -299,9 +299,9 @@ def _named(norms: Sequence[str]) -> str:
 
 def _warn_of_batch_norms(model: nn.Module, norms: Sequence[str]) -> None:
     logger.warning(
-        "%s has %s, which %s each microbatch with its own mean and variance, "
-        "as in gradient accumulation: loss and gradients do not exactly match those of the whole batch. If they "
-        "must match, pass num_microbatches=1",
+        "%s has %s, which %s each microbatch with the microbatch's own mean and variance, as in gradient "
+        "accumulation: loss and gradients do not exactly match those of the whole batch. If they must match, pass "
+        "num_microbatches=1",
         type(model).__name__,
         _named(norms),
         "normalizes" if len(norms) == 1 else "normalize",
@@ -376,7 +376,7 @@ def _say(proof: Proof, name: str, split: str, is_asked: bool) -> None:
         return
     if proof.kind == PARTLY:
         logger.warning(
-            "%s %s was verified in %.1f s, but it could not be compared in full. Not compared: %s",
+            "%s %s was verified in %.1f s, but not in full. Not compared: %s",
             name,
             split,
             proof.seconds,

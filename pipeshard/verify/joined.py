@@ -10,8 +10,8 @@ from torch import Tensor
 from pipeshard.private import DispatchMode
 
 aten = torch.ops.aten
-# Operators that write random numbers and read no values. Replacing the results of other operators could hide samples
-# that depend on each other.
+# Operators that write random numbers and read no values. Replacing the results of other operators could hide that
+# samples depend on each other.
 PURE = {
     *(aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default),
     *(aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default),

@@ -38,14 +38,18 @@ logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 STEPS_LEFT = 4  # smallest number of steps of a proof after its first one
 STEPS_OF_PROOF = 6  # duration of a proof after its first step if nothing differs, in steps of the unsplit model
-COPY_REMEDY = "To check it, keep such an object outside of the model and criterion, or give its class a __deepcopy__"
+COPY_REMEDY = (
+    "To check it, keep the object that cannot be copied outside of the model and the criterion, or define __deepcopy__ "
+    "in its class"
+)
 BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
     "or in the criterion",
     "backward": "All units return the same results: the difference begins in the backward pass",
-    "update": "All losses and gradients until then are equal up to rounding. Probably, the optimizer's step couples "
-    "parameters (through a norm over several, or its own list of parameters), but each rank updates only a part of the "
-    "parameters: use another optimizer, or max_norm to clip. Or a forward or a hook writes to a trained parameter",
+    "update": "All earlier losses and gradients are equal up to rounding. Probably, the optimizer's step couples "
+    "parameters (through a norm over several parameters, or its own list of parameters), but each rank updates only a "
+    "part of the parameters: use another optimizer, or max_norm to clip. Otherwise, a forward or a hook may write to a "
+    "trained parameter",
 }
 
 
@@ -253,7 +257,7 @@ class _Proving:
 
     def _compare_few_or_all(self) -> None:
         """Compare a few samples or, if a few do not run, all samples split as in training. A few samples may not run if
-        the batch contains indices of other samples, such as the edges of a graph."""
+        the batch contains indices that refer to other samples, such as the edges of a graph."""
         try:
             self._compare_both()
         except Exception as error:  # the user's model may raise anything
@@ -320,8 +324,8 @@ class _Proving:
         return made
 
     def _try(self) -> None:
-        """Run a step of the unsplit model, to measure the step's duration and to find whether the model uses random
-        numbers. Raises Fails if the model does not run, and Unproven if it has no finite loss."""
+        """Run a step of the unsplit model, to measure the step's duration and to find out whether the model uses
+        random numbers. Raises Fails if the model does not run, and Unproven if it has no finite loss."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), self.limit.elapsed
         tried, loss = self._unsplit(is_first=True)

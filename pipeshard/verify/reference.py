@@ -154,8 +154,8 @@ def functions(*owners: Any) -> Iterator[Any]:
 
 
 def copies_of_kept(model: nn.Module) -> dict[int, Any]:
-    """A memo for deepcopy with copies of the non-leaf tensors that forwards have left on modules, which deepcopy does
-    not support."""
+    """A memo for deepcopy with copies of the non-leaf tensors that forwards have left on modules, since deepcopy does
+    not support non-leaf tensors."""
     kept = (leaf for module in model.modules() for leaf in contents(vars(module)) if isinstance(leaf, Tensor))
     return {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}
 

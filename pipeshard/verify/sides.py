@@ -95,8 +95,8 @@ class Sides:
         return first_unit(self.split, self.references[0], samples.of_step, samples.m, (SEED, 0), self.tick)
 
     def _unsplit_step(self, step: int) -> tuple[Tensor, list[Any]]:
-        """Run the step of each replica on the replica's own copy of the unsplit model. Return the total loss and all
-        outputs. Sums the gradients into the first copy."""
+        """Run the step of each replica on the replica's own copy of the unsplit model. Sum the gradients into the first
+        copy, and return the total loss and all outputs."""
         losses, outputs, m, self.draws = [], list[Any](), self.samples.m, JoinedDraws()
         for replica, reference in enumerate(self.references):
             batches = self.samples.of_replica(step, reference.own.sample, replica).split(m)

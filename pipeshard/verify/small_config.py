@@ -96,7 +96,8 @@ def _settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
-    """Reduce the numbers of layers in a config as `layers` maps them, and yield descriptions of the changes."""
+    """Replace the numbers of layers in a config with the smaller numbers in `layers`. Yield descriptions of the
+    changes."""
     changed = [(part, name, value) for part, name, value in _numbers(config, LAYER_COUNTS) if value in layers]
     for part, name, value in changed:
         for key, items in list(vars(part).items()):

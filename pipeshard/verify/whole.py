@@ -142,11 +142,11 @@ class WholeBatch:
         except Unproven:
             raise
         except NoLoss:
-            self.found.missing = "the model uses random or numpy in training mode, and has no loss in evaluation mode"
+            self.found.missing = "the model uses random or numpy in training mode, but has no loss in evaluation mode"
             return ""
         except Exception as error:  # a model may raise anything in evaluation mode
             self.found.missing = (
-                f"the model uses random or numpy in training mode, and fails in evaluation mode: {summary(error)}"
+                f"the model uses random or numpy in training mode, but fails in evaluation mode: {summary(error)}"
             )
             return ""
         if why and not self.drew_in_python:
