@@ -3,7 +3,7 @@
 A batch goes through four steps after the dataloader:
 
 1. `tree.flatten` turns nested dicts, lists and dataclasses into leaves with readable paths.
-2. `batch.Batch.of` finds the number of samples, and the dimension of each leaf that counts them.
+2. `batch.Batch.of` finds the number of samples, and for each leaf the dimension that counts the samples.
 3. `read.read_batch` assigns images, patches and audio clips to samples. The result of steps 1 to 3 is a `Batch`.
 4. `read.RowDims` compares each leaf with earlier batches, and resolves or reports ambiguous leaves.
 

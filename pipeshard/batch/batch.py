@@ -20,8 +20,7 @@ FOR_CRITERION = "criterion."  # prefix of inputs that only the criterion receive
 
 
 class LeafSpan(NamedTuple):
-    """The number of token positions that a microbatch contains, counted from the batch's first position, and the
-    `total` number in the batch."""
+    """The token positions of a leaf in a microbatch: the first `length` of the `total` positions in the batch."""
 
     length: int
     total: int
@@ -38,11 +37,11 @@ class Selection(NamedTuple):
 class Batch:
     """One batch as a flat list of leaves.
 
-    `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones,
-    anything else as a single argument. `rows` is the number of samples. `row_dims[k]` is the dimension of leaf k that
-    counts the samples (for a list or array with one entry per sample: 0), or None. In some leaves with None, dimension
-    0 (or the last dimension) counts entries such as images: `owners` maps the path of such a leaf to the number of
-    entries of each sample, or to () if unknown. Every microbatch receives all other leaves with None in full (a scalar,
+    `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones, any other
+    object as a single argument. `rows` is the number of samples. `row_dims[k]` is the dimension of leaf k that counts
+    the samples (for a list or array with one entry per sample: 0), or None. In some leaves with None, dimension 0 (or
+    the last dimension) counts entries such as images: `owners` maps the path of such a leaf to the number of entries of
+    each sample, or to () if unknown. Every microbatch receives all other leaves with None in full (a scalar,
     a (1, 1, s, s) mask, a string, ...). The model is called with the first `taken` positional entries (None: all). A
     criterion receives all entries. The leaves at the paths `exact` keep their precision if the model is cast to 16
     bits. `entry` names the module that is called with the batch, or "" for the model itself. `selection` is the part of
@@ -79,11 +78,11 @@ class Batch:
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
         for path in (path for path, leaf in zip(paths, leaves) if any(tensor.is_nested for tensor in tensors_in(leaf))):
             raise BatchError(
-                f"{path}: nested tensors are not supported. Pass a padded tensor, tensor.to_padded_tensor(0.0), with a "
+                f"{path}: nested tensors are not supported. Pass a padded tensor, tensor.to_padded_tensor(0.0), and a "
                 "mask"
             )
         batch = cls(leaves, paths, tree, *_count_rows(paths, leaves, main, declared))
-        # Inference tensors have no version counter, which detects in-place writes.
+        # Inference tensors lack the version counter that detects in-place writes.
         return batch.converted(lambda _, tensor: tensor.clone() if tensor.is_inference() else tensor)
 
     @property
@@ -252,7 +251,7 @@ class Batch:
     def _entries(self, path: str, owners: tuple[int, ...], row: int) -> range:
         if not owners:
             raise BatchError(
-                f"{path} has {counted(self.tensors[path].shape[0], 'entry')} for {counted(self.rows, 'sample')}, and "
+                f"{path} has {counted(self.tensors[path].shape[0], 'entry')} for {counted(self.rows, 'sample')}, but "
                 "neither placeholder tokens in input_ids nor counts in the batch show which entries belong to which "
                 f"sample: pass num_microbatches=1, PipelinePlugin(batch_dims={{{path!r}: 0}}) if every sample has the "
                 f"same number of entries, or batch_dims={{{path!r}: None}} if every microbatch needs all entries"
@@ -320,14 +319,14 @@ def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, kno
 
 def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
     """Raise BatchError for several lists of equal length that may have one entry per sample: their entries are
-    mappings, or tensors whose first dimensions `differ`, like images and labels."""
+    mappings, or tensors whose first dimensions differ in size (`differ`), like images and labels."""
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
         raise BatchError(
             f"the batch has tensors only in lists of {counted(lengths.pop(), 'entry')} "
-            f"({' and '.join(lists)}), and it is ambiguous whether these lists have one entry per "
-            f"sample: pass batch_dims={dict.fromkeys(lists, 0)} if they do, or batch_dims={dict.fromkeys(lists)} if not"
+            f"({' and '.join(lists)}), and it is ambiguous whether these lists have one entry per sample: pass "
+            f"batch_dims={dict.fromkeys(lists, 0)} if they do, or batch_dims={dict.fromkeys(lists)} if they do not"
         )
 
 
@@ -401,8 +400,8 @@ def _count_rows(
     if not tensors:
         kinds = {path: type(leaf).__name__ for path, leaf in named.items()}
         raise BatchError(
-            f"the batch contains no tensor with a batch dimension, only {kinds or 'nothing'}: "
-            "pass a mapping, a tuple or a list of tensors whose first dimension is the batch dimension"
+            f"the batch contains no tensor with a batch dimension: it contains {kinds or 'nothing'}. Pass a mapping, a "
+            "tuple or a list of tensors whose first dimension is the batch dimension"
         )
     counting = (path for path in tensors if declared.get(path, 0) is not None)
     main = main_input if main_input in tensors else next(counting, None)
@@ -481,7 +480,7 @@ def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int
     if size != rows and not (isinstance(leaf, Tensor) and dim == 0 and size > rows and size % rows == 0):
         raise BatchError(
             f"batch_dims declares dimension {dim} of {path} as the batch dimension, but its size is {size} for "
-            f"{counted(rows, 'sample')} ({where}). Declare the batch dimension of both leaves, or None for a leaf that "
-            "every microbatch needs in full"
+            f"{counted(rows, 'sample')} ({where}). Declare the correct batch dimension of both leaves, or None for a "
+            "leaf that every microbatch needs in full"
         )
     return dim

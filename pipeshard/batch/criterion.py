@@ -75,8 +75,8 @@ def in_step(criterion: Criterion | None) -> Criterion | None:
 
 
 def takes_outputs_alone(criterion: Criterion) -> bool:
-    """Whether the criterion accepts only the model's output, instead of (outputs, inputs). Raises ConfigurationError if
-    it accepts neither."""
+    """Whether the criterion takes only the model's output, instead of (outputs, inputs). Raises ConfigurationError if
+    it can be called with neither."""
     try:
         signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
     except (TypeError, ValueError):  # it has no signature

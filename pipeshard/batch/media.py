@@ -3,13 +3,13 @@
 Processors concatenate the media of all samples in one leaf. Its first dimension counts items (images, clips or frames),
 or the patches of all items, and its shape does not show which entries belong to which sample. For each kind of media:
 
-1. The placeholder tokens of each sample determine its number of items (`_items`), and of their patches, in one of these
+1. The placeholder tokens of each sample determine its numbers of items (`_items`) and of patches, in one of these
    cases: the tokens are proportional to the sizes of the items or, in each item, to the patches that a mask keeps
    (`_kept`); each run of adjacent tokens is one item; all items have the same number of tokens; or each sample has one
    item.
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
-   samples that have images (`_groups`). Each entry of a mask may stand for the same number of patches.
+   samples that have images (`_groups`). In a mask, each entry may stand for a fixed number of patches.
 3. The batch may have one count per sample, of this kind of media or of no kind (`num_local_patches`). A leaf whose
    number of entries is the sum of these counts is split by the counts, not by the tokens.
 

@@ -66,7 +66,7 @@ def _refuse_tensors(batch: Batch) -> None:
             if tensor.layout in SPARSE:
                 raise BatchError(
                     f"{path}: a tensor of shape {tuple(tensor.shape)} is sparse, which pipeshard supports neither in "
-                    "traces nor in microbatches: pass tensor.to_dense(), or pass indices and values, and create the "
+                    "traces nor in microbatches: pass tensor.to_dense(), or pass its indices and values and create the "
                     "sparse tensor in the model's forward"
                 )
 
@@ -117,7 +117,7 @@ def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str
     if default is not inspect.Parameter.empty and (name in PER_TOKEN or name.endswith("mask")) and not is_mask:
         raise BatchError(
             f"{path}, the last entry of the batch, is passed to {type(model).__name__} as {name}, but the criterion "
-            f"reads it too: pass a dict. If this entry contains labels, use the key '{FOR_CRITERION}labels' (only the "
+            f"also reads it: pass a dict. If this entry contains labels, use the key '{FOR_CRITERION}labels' (only the "
             f"criterion receives it); if it is the model's {name}, use the key '{name}'"
         )
 
@@ -176,7 +176,7 @@ LeafKind = tuple[str, int]  # a leaf's path and its number of dimensions
 
 
 class RowDims:
-    """Reads the batches of one model, and compares the dimensions of each leaf with earlier batches."""
+    """Reads the batches of one model, and compares the dimensions of each leaf between batches."""
 
     def __init__(self, model: nn.Module, declared: BatchDims | None = None) -> None:
         self.model, self.declared = model, dict(declared or {})

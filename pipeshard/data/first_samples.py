@@ -50,8 +50,8 @@ def find_sample(
         why = "dry_run_input is a function" if is_function else "pipeshard has no batch"
         raise ConfigurationError(
             f"schedule='auto' requires the sizes of a whole batch, but {why}: pass dry_run_input=batch, with as many "
-            "samples and tokens as a batch of training (if a Trainer generates completions: the input_ids and labels "
-            "of prompts with completions)"
+            "samples and tokens as a training batch (if a Trainer generates completions: the input_ids and labels of "
+            "prompts with completions)"
         )
     batch = read_batch(model, dummy_inputs(model) if data is None else data, batch_dims)
     if data is not None:
@@ -63,8 +63,8 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
     """The dataset's first samples, collated by the dataloader's collate_fn. The loader's order and state, and the
     attributes of the dataset, do not change.
 
-    Returns None for a loader without a dataset or a collate_fn, for an empty dataset, and for a stream that cannot be
-    copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens, and for a
+    Returns None for a loader that lacks a dataset or a collate_fn, for an empty dataset, and for a stream that cannot
+    be copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens, and for a
     dataset that raises an error at the keys 0, 1, 2, ...
     """
     dataset: Any = getattr(dataloader, "dataset", None)
@@ -116,7 +116,7 @@ def _explained(dataset: Any) -> AbstractContextManager[None]:
 @contextmanager
 def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
     """Context manager that restores the generators of the process, the dataset and the collator on exit, and the
-    attributes and collections of the dataset and the collator. This discards objects that the dataset or the collator
+    attributes and collections of the dataset and the collator. It discards objects that the dataset or the collator
     creates on first use: a generator (in transformers' collators with a seed), or an open file, which a worker must not
     inherit. Large collections are not copied. If the length of a large collection has changed on exit, neither
     attributes nor collections are restored, since a cache and the list of its keys must match."""

@@ -126,7 +126,7 @@ class Order:
         for key in state:
             if key not in members:
                 raise CheckpointError(
-                    f"the data position was saved with the state of {key.partition(' ')[2]}, which this dataloader "
+                    f"the saved data position contains the state of {key.partition(' ')[2]}, which this dataloader "
                     "does not use, or uses at another place (its samplers and streams, in order: "
                     f"{', '.join(key.partition(' ')[2] for key in members)}): create the dataloader as before the save"
                 )
@@ -273,7 +273,7 @@ def saved(value: Any) -> Any:
     if isinstance(value, SCALARS) and type(value) not in SCALARS:
         raise CheckpointError(
             f"the data position contains {value!r}, which would lose its class {type(value).__name__}: in samplers and "
-            "streams, keep plain numbers and strings (such as the value of an enum), or give them state_dict and "
+            "streams, keep plain numbers and strings (such as the value of an enum), or define state_dict and "
             "load_state_dict"
         )
     return copied_value(value)

@@ -43,7 +43,7 @@ class LoaderPlace:
         return self.begun and self.batches == self.first
 
     def begin(self) -> None:
-        """Count a new iterator. It starts at this position or, if `next_epoch` is a later epoch, at the start of
+        """Count a new iterator, which starts at this position or, if `next_epoch` is a later epoch, at the start of
         `next_epoch`."""
         if self.next_epoch != self.epoch:
             self.set(self.next_epoch)

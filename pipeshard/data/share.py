@@ -68,7 +68,7 @@ class Share:
             self.has_warned = True
             logger.warning(
                 "the last %s of each epoch (or batches, if the DataLoader does not batch) will be dropped, because "
-                "each of the %d replicas has to read one",
+                "each of the %d replicas must read at least one",
                 counted(remainder, "sample"),
                 self.replicas,
             )
@@ -161,7 +161,7 @@ class SharedCollate:
         self.collate_fn, self.replica = collate_fn, replica
 
     def begin(self, *key: int) -> None:
-        """Begin an epoch of the stream, whose random numbers depend on `key`, in this process."""
+        """In this process, begin an epoch of the stream in which random numbers depend on `key`."""
         self.key, self.batches = key, 0
 
     def __call__(self, samples: Any) -> Any:
@@ -174,8 +174,8 @@ class SharedStream(Delegate, IterableDataset[Any]):
     """One replica's share of a stream. Each worker reads its own copy of the stream.
 
     Every replica reads the whole stream, so the stream's random numbers depend on seed, epoch and worker, not on the
-    replica. `moment` (seed, epoch, the stream's epoch) is in shared memory, since persistent workers would not
-    see a new epoch otherwise.
+    replica. `moment` (seed, epoch, the stream's epoch) is in shared memory, since otherwise persistent workers
+    would not see a new epoch.
     """
 
     def __init__(

@@ -371,7 +371,7 @@ def test_labels_in_a_tuple_are_not_passed_to_the_model() -> None:
         (llama, (ids, ids), "attention_mask"),
     ):
         with pytest.raises(
-            BatchError, match=rf"\[{len(batch) - 1}\], .* as {name}, but the criterion reads it too: pass a dict"
+            BatchError, match=rf"\[{len(batch) - 1}\], .* as {name}, but the criterion also reads it: pass a dict"
         ):
             trace(model, batch, of_tokens)
     for model, batch, criterion in (
