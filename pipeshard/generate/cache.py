@@ -156,8 +156,8 @@ def _ghost(told: Any, here: Any) -> Any:
         return restore(told["value"], get, {})
     if type(here).__name__ != told["kind"]:
         raise TraceError(
-            f"a cache entry has the class {told['kind']} on the rank that fills it, but {type(here).__name__} here. "
-            "Create the same cache on all ranks before they generate"
+            f"a cache entry has the class {told['kind']} on the rank that fills it, but {type(here).__name__} on this "
+            "rank. Create the same cache on all ranks before they generate"
         )
     ghost = copy.copy(here)
     for name, item in told["of"].items():

@@ -1,4 +1,4 @@
-"""Described: converts values to plain data (JSON) for other ranks, with their tensors separate.
+"""Described: converts values to plain data (JSON) for other ranks. Tensors are stored separately.
 
 No code from another rank is executed: a class is looked up by its name, and must be a class of model outputs in a
 module that this process has already imported.

@@ -1,8 +1,8 @@
 """Entry: one call of a module of the model that all stages run together.
 
 The code of `generate` calls the whole model, only its encoder, or another part of the model. Each such call is a
-forward of the pipeline. The routes of the call come from the trace of a twin: the same call without a cache, with only
-the new positions. pipeshard traces the twin in the same way as a training batch.
+forward of the pipeline. The routes of the call come from the trace of a twin: the same call without a cache, and with
+only the new positions. pipeshard traces the twin in the same way as a training batch.
 """
 
 import inspect

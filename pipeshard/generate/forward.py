@@ -1,8 +1,8 @@
 """Forward: one call of a module of the model, in which every stage runs its own units.
 
-Lengths grow with every token, and a trace for each length would take longer than the forward. So the trace of a twin
-(`entry.py`) determines the values that cross a cut, and each stage sends the sizes of these values to the next stage in
-a header.
+Lengths grow with every token, and a trace for each length would take longer than the forward. Therefore, the trace of a
+twin (`entry.py`) determines the values that cross a cut, and each stage sends the sizes of these values to the next
+stage in a header.
 """
 
 import json
@@ -39,7 +39,7 @@ from pipeshard.split.route import Route
 
 MOST_DIMS = 8  # the maximum number of dimensions of a tensor that crosses a cut
 OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # parts of the errors that are raised if a layer reads a ghost
-TOKENS = 256  # the minimum per microbatch: fewer tokens take as long, since the time to read the weights dominates
+TOKENS = 256  # the minimum per microbatch: fewer tokens take as long, since reading the weights dominates
 
 
 class CallRoutes(NamedTuple):
@@ -415,8 +415,8 @@ def _refuse_other_rows(batch: Batch, call: CallRoutes) -> None:
         if field_of(name) == LOGITS and spec.at(call.deltas)[:1] != (batch.rows,):
             raise TraceError(
                 f"the logits of a microbatch of {counted(batch.rows, 'sample')} have the shape "
-                f"{spec.at(call.deltas)}. If a hook or an adapter uses a tensor of the whole batch, call "
-                "model.generate(..., num_microbatches=1)"
+                f"{spec.at(call.deltas)} instead of one row per sample. If a hook or an adapter uses a tensor of the "
+                "whole batch, call model.generate(..., num_microbatches=1)"
             )
 
 

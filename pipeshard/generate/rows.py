@@ -1,4 +1,4 @@
-"""Rows: splits caches, states and outputs by samples, so that a forward has several microbatches in flight."""
+"""Rows: splits caches, states and outputs by samples, so that a forward can have several microbatches in flight."""
 
 import copy
 from collections.abc import Iterator, Sequence

@@ -29,8 +29,8 @@ class SampleDependence:
     def bond(
         self, entry: Batch, batches: Sequence[Batch], caches: Sequence[Any], forward: Callable[..., Any]
     ) -> str | None:
-        """Why the samples of the call `entry` must stay together instead of being split into `batches`, or None. The
-        reason is the same on all ranks. `caches` are the caches among the arguments of the module's own `forward`."""
+        """The reason why the samples of the call `entry` cannot be split into `batches`, or None if they can. It is
+        the same on all ranks. `caches` are the caches among the arguments of the module's own `forward`."""
         return (
             self._of_new_cache(entry, caches, forward)
             or self._of_quantized(caches)
@@ -61,7 +61,7 @@ class SampleDependence:
         return None
 
     def _of_states(self) -> str | None:
-        # Not a cached_property: in Python 3.11, this would hold a lock, for which ranks in other threads would wait.
+        # Not a cached_property, which holds a lock in Python 3.11: ranks in other threads would wait for this lock.
         if self._states is None:
             self._states = gather_objects(self._state(), self.group)  # a unit may have run only on some ranks
         return next(filter(None, self._states), None)

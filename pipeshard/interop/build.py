@@ -156,8 +156,8 @@ class StageModule(nn.Module):
 
     def _watch_backward(self, returned: Any, received: Sequence[Tensor]) -> None:
         """Register hooks that set `repeats.stage`, the stage whose checkpoints are recomputed, to this stage when its
-        backward begins: pipeshard does not call this backward. Autograd runs all nodes of a later stage first, since it
-        prefers the nodes that were created last."""
+        backward begins, since pipeshard does not call this backward. Autograd runs all nodes of a later stage first:
+        it prefers the nodes that were created last."""
         repeats, passed = self._source[1].replay.repeats, set(map(id, received))
 
         def begin(_: Tensor) -> None:
@@ -186,8 +186,9 @@ def changed_once(model: nn.Module, flow: Dataflow, calls: Collection[int]) -> It
         elif place.until != -1 and (place.kind or place.readers or isinstance(held.value, int | float)):
             raise TraceError(
                 f"the forward of {type(model).__name__} changes {place.name} for the next forward, but several stages "
-                f"in this process run this forward, and each of them would change {place.name}. Move this code into a "
-                "layer (a module with parameters), or use one stage per process, target=None or target='colossalai'"
+                f"in this process run this forward, and each of them would change {place.name}. Move the code "
+                "that changes it into a layer (a module with parameters), or use one stage per process, target=None or "
+                "target='colossalai'"
             )
 
 
@@ -319,8 +320,8 @@ def build(
         options: the arguments of the target (see `pipeshard.interop`).
 
     Raises ConfigurationError for an invalid argument, an unknown target or option, or a model that
-    PipelinePlugin.from_pretrained created, if the target does not load its checkpoint; PartitionError for impossible
-    cuts; and TraceError for a model that cannot be split.
+    PipelinePlugin.from_pretrained created (unless the target loads the model's checkpoint); PartitionError for
+    impossible cuts; and TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
     criterion = PipelineHints.of(model).criterion if criterion is None else criterion

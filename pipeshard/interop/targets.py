@@ -321,7 +321,7 @@ def _refuse_other_messages(index: int, microbatch: Microbatch, built: Microbatch
             raise BatchError(
                 f"the tensors that stage {index} {does} for this microbatch are {_listed(tensors)}, but for the batch "
                 f"that was passed to build they are {_listed(expected)}: all microbatches must have the sizes of that "
-                "batch (pad or drop others). If steps run inside torch.autocast, call build inside it, too"
+                "batch (pad or drop other microbatches). If steps run inside torch.autocast, also call build inside it"
             )
 
 
