@@ -124,8 +124,8 @@ def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts 
 
 
 def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
-    """The number of a leaf's entries that belong to each sample, from each sample's number of items and of their
-    patches, or None if the leaf's entries are neither."""
+    """The number of a leaf's entries that belong to each sample, from each sample's numbers of items and of
+    patches, or None if the leaf's entries are neither items nor patches."""
     if groups := _groups(leaf, items) or _groups(leaf, patches):
         return groups
     count, total = sum(items), sum(patches)

@@ -184,7 +184,7 @@ class Forward:
                 continue
             if self._parts:
                 raise UsageError(
-                    f"{type(self.pipeline.model).__name__} creates a cache in its forward, and the caches of several "
+                    f"{type(self.pipeline.model).__name__} creates a cache in its forward, but the caches of several "
                     "microbatches cannot be merged: call model.generate(..., num_microbatches=1)"
                 )
             if id(value) not in self._caches:

@@ -47,10 +47,12 @@ class Generation:
 
         The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
-        single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and
-        for `max_time` in a pipeline of several ranks; BatchError if the ranks of a pipeline pass different tensors;
-        UsageError if these ranks choose different tokens, if the model's `generate` was replaced after boost, or if
-        `num_microbatches` would split samples that must stay together.
+        but single new tokens are not.
+
+        Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and for `max_time` in a
+        pipeline of several ranks; BatchError if the ranks of a pipeline pass different tensors; UsageError if these
+        ranks choose different tokens, if the model's `generate` was replaced after boost, or if `num_microbatches`
+        would split samples that must stay together.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
@@ -166,7 +168,7 @@ class _Together(StandIn):
 
 
 class _Uncompiled:
-    """Replaces the method of a transformers model that returns a compiled `__call__`. Returns `__call__` uncompiled."""
+    """Replaces the method of a transformers model that returns a compiled `__call__`. Returns the uncompiled one."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -286,7 +286,7 @@ def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
         known = hint(str(name), [*names, "None"])
-        raise ConfigurationError(f"target={name!r} is unknown: {known} (add others with pipeshard.register_target)")
+        raise ConfigurationError(f"target={name!r} is unknown: {known} (pipeshard.register_target adds a target)")
     kind = _KINDS[name]
     try:
         inspect.signature(kind).bind(**options)

@@ -1,8 +1,8 @@
 """Kept: compares the Python state of a Trainer and its callbacks, restores it, and sends changes to other ranks.
 
 compute_loss runs on the last stage, and may change the Trainer's state. KeptState finds the changes by comparison, as
-Snapshot does for a model's code: it records the state that is reachable from the Trainer before the call, and compares
-it with the state after the call. trainer/serialization.py pickles the changes.
+Snapshot does for changes by a model's code: it records the state that is reachable from the Trainer before the call,
+and compares it with the state after the call. trainer/serialization.py pickles the changes.
 """
 
 import io
@@ -131,7 +131,7 @@ class KeptState(Snapshot):
                 "in a callback"
             )
         return UsageError(
-            f"{what} before it calls the model, and every rank would have to undo this change: make the change after "
+            f"{what} before it calls the model, but every rank would have to undo this change: make the change after "
             "the model call"
         )
 

@@ -75,14 +75,14 @@ class Rollouts:
         )
         if args.generation_batch_size % args.num_generations:
             raise ConfigurationError(
-                f"the generation batch size {told} is not a multiple of num_generations={args.num_generations}. Stages "
-                "of a pipeline do not count as processes. Change one of these arguments"
+                f"the generation batch size {told} is not a multiple of num_generations={args.num_generations}. The "
+                "stages of a pipeline count as one process. Change one of these arguments"
             )
         evaluated, each = args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations
         if args.do_eval and args.eval_strategy != "no" and evaluated % each:
             raise ConfigurationError(
                 f"per_device_eval_batch_size={evaluated} is not a multiple of the {each} generations per prompt. "
-                f"Stages of a pipeline do not count as processes. Choose a multiple of {each}"
+                f"The stages of a pipeline count as one process. Choose a multiple of {each}"
             )
         if self.pipeline.grid.first and counted != args.generation_batch_size:
             logger.warning(

@@ -196,7 +196,7 @@ class PipelineAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """Clip by the norm of the full model, and return this norm. If `max_norm` is inf, do not clip. Raises
-        UsageError, on every rank, if `parameters` lack a trained parameter that has a gradient."""
+        UsageError, on every rank, if `parameters` omit a trained parameter that has a gradient."""
         optimizer = self.trainer.boosted_optimizer(None)
         self._refuse_some([parameters] if isinstance(parameters, Tensor) else parameters, optimizer)
         if max_norm == float("inf"):

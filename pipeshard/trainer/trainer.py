@@ -153,7 +153,7 @@ class Loop(Evaluation):
         refuse_split(model, name)
         sample = self._sample() if config.dry_run_input is None else config.dry_run_input
         if objective is not None and self.is_predicted(sample):
-            objective = None  # traced in the first step of training, if any
+            objective = None  # the loss is traced in the first training step, if any
         elif objective is not None or config.dry_run_input is None:
             sample = self._as_given(sample)
         with replaced(self.pipeline, config=replace(config, dry_run_input=sample)):
@@ -301,8 +301,8 @@ class Loop(Evaluation):
     def _kept_or_stepped(self, inputs: Any, num_items_in_batch: Any) -> Tensor:
         if self._makes_loss() != (self._objective is not None):
             raise UsageError(
-                f"{type(self).__name__} got a different loss after its model was split, but training would still use "
-                "the earlier one: set compute_loss, compute_loss_func and label_smoother before the first train(), "
+                f"the loss of {type(self).__name__} changed after its model was split, but training would still use "
+                "the earlier loss: set compute_loss, compute_loss_func and label_smoother before the first train(), "
                 "evaluate() or predict()"
             )
         self._own_stages().train()

@@ -1,4 +1,4 @@
-"""Compare: compares the split model with the unsplit model after a step, and their saved states."""
+"""Compare: compares the split model with the unsplit model after a step, including the models' saved states."""
 
 import contextlib
 import math

@@ -208,8 +208,8 @@ def prove_at_boost(
         raise VerificationError(
             f"microbatch_tokens={config.microbatch_tokens}: {name} in microbatches with less padding does not match "
             f"the unsplit model: {proof.reason}. Probably, the loss counts padding (set the labels of padding to -100) "
-            "or the model reads padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) "
-            "to skip this check"
+            "or the model reads padding despite attention_mask. Use num_microbatches instead. "
+            "PipelinePlugin(verify=False) skips this check"
         )
     if proof.kind == DIFFERENT:
         raise VerificationError(
@@ -238,7 +238,7 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
         )
     raise VerificationError(
         f"num_slices={config.num_slices!r}: {name} in slices does not match the model on whole sequences, so training "
-        f"is aborted: {proof.reason}. Probably, a position depends on later ones, or the model's forward does not "
+        f"is aborted: {proof.reason}. Probably, a position depends on later positions, or the model's forward does not "
         "continue exactly where its cache ends. Use num_slices=1. PipelinePlugin(verify=False) skips this check"
     )
 

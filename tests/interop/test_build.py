@@ -623,7 +623,7 @@ def test_state_of_the_forward_is_changed_once_in_one_process(kind: type[Counting
 @pytest.mark.turns
 def test_state_that_several_stages_of_a_process_would_change_is_refused() -> None:
     """The same under a runtime of a user, which does not say where a forward begins and ends."""
-    with pytest.raises(TraceError, match=r"the forward of Counting changes steps .* Move the code that changes it into a layer"):
+    with pytest.raises(TraceError, match=r"the forward of Counting changes steps .* Move the code that changes it"):
         counted(Counting, "losses")
     for kind in (Storing, InALayer):
         assert largest_error(counted(kind, "losses")) < 1e-6
