@@ -227,8 +227,8 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def flaw_of(folder: Path) -> str:
-    """The reason why a checkpoint is incomplete, or "" if it is complete. Checks the names and sizes of its files, and
-    reads trainer_state.json."""
+    """The reason why a checkpoint is incomplete, or "" if it is complete. Checks the names and sizes of the files,
+    and reads trainer_state.json."""
     if not (folder / FOLDER / REST).is_file():
         return f"it has no {FOLDER}/{REST}: its save was interrupted, or a Trainer without a pipeline wrote it"
     name = CHECKPOINT_NAME.fullmatch(folder.name)

@@ -103,7 +103,7 @@ class Evaluation(Trainer):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
 
     def is_foreign(self, model: Any) -> bool:
-        """Whether `model` is a model other than the Trainer's own, such as an average of its weights or a teacher."""
+        """Whether `model` is a model other than the Trainer's own, such as a copy with averaged weights or a teacher."""
         stages = self._own_stages()
         own = stages, stages.boosted, stages.module, self.model
         return isinstance(model, nn.Module | StagesStandIn) and all(model is not one for one in own)
@@ -114,7 +114,8 @@ class Evaluation(Trainer):
         """Replace the numbers in every rank's metrics with rank 0's numbers, then call the on_evaluate callbacks.
 
         Each rank uses these numbers to decide when to stop and save, and which checkpoint is the best. The numbers may
-        differ between ranks: the user's class may compute some on the main process only, and times always differ.
+        differ between ranks: the user's class may compute some numbers on the main process only, and times always
+        differ.
         """
         if (world := self.pipeline.grid.world).size() > 1:
             found = denumpify_detensorize(metrics)

@@ -59,7 +59,7 @@ class KeptState(Snapshot):
     """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
     objects.
 
-    With `copies`, dense tensors of any size can be restored; otherwise, only those of at most SMALL_BYTES bytes. Sparse
+    With `copies`, dense tensors of any size can be restored; otherwise, only small ones (up to SMALL_BYTES). Sparse
     tensors, and arrays of more than LARGEST_ARRAY bytes, are compared, but cannot be restored.
     """
 

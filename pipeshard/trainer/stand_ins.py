@@ -144,8 +144,8 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(_ones, tensor, error_on_other_type=True) if self.is_muted else tensor
 
     def _refuse_uneven(self) -> None:
-        """Raise UsageError in a step in which replicas call compute_loss different numbers of times, except in the last
-        call, which every replica makes."""
+        """Raise UsageError in a step in which replicas may call compute_loss different numbers of times, except in the
+        last call, which every replica makes."""
         if self.uneven and not self.is_last_call:
             raise UsageError(
                 f"compute_loss gathers values from {self.num_processes} replicas before its last call in a step, but "

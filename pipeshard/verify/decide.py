@@ -108,8 +108,8 @@ def prove_at_boost(
     criterion: Criterion | None,
     sample: Batch,
 ) -> tuple[str, str]:
-    """Prove a model on the first rank, if `config.verify` requests it or inside `alone()`. Call it on every rank before
-    sharding.
+    """Prove a model on the first rank if `config.verify` requests a proof, or inside `alone()`. Call this function on
+    every rank before sharding.
 
     Returns two texts, for padded samples with an attention_mask and without one. Each text says how slices of the
     samples differ from whole samples or fail, or is "" if neither was found. On all ranks, raises VerificationError if
@@ -311,8 +311,8 @@ def _warn_of_batch_norms(model: nn.Module, norms: Sequence[str]) -> None:
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified.
 
-    The loss is unmodified if `criterion` is None and the model computes one of transformers' own losses, and the
-    optimizer if it is from KNOWN_PACKAGES. All modules of the model must be from KNOWN_PACKAGES or quantized layers,
+    The loss is unmodified if `criterion` is None and the model computes one of transformers' own losses. The
+    optimizer is unmodified if it is from KNOWN_PACKAGES. All modules of the model must be from KNOWN_PACKAGES or quantized layers,
     without replaced methods or hooks. The functions in the modules' files, and the registered functions that the
     modules call, must also be from KNOWN_PACKAGES. Adapters must be of KNOWN_ADAPTERS (Lily and VeLoRA mix samples).
     """
