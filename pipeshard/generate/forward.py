@@ -126,8 +126,8 @@ class Forward:
 
     def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[CallRoutes]]:
         """Return the microbatches of a call, and their CallRoutes. If the microbatches cannot be traced, do not split
-        the call or, if the user has set a number of microbatches, raise TraceError. A trace may fail because a value that
-        is not an argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
+        the call or, if the user has set a number of microbatches, raise TraceError. A trace may fail because a value
+        that is not an argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
         batches = self._microbatches(entry, forward)
         states, routes = self._state_parts(batches), list[CallRoutes]()
         try:

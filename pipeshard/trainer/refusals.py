@@ -247,6 +247,7 @@ def cut_arguments(config: PipelineConfig, window: int) -> dict[str, int | None]:
     if asked % window:
         raise ConfigurationError(
             f"num_microbatches={asked} is not a multiple of gradient_accumulation_steps={window}, but every batch must "
-            "have the same number of microbatches: pass a multiple, or omit num_microbatches for one microbatch per batch"
+            "have the same number of microbatches: pass a multiple, or omit num_microbatches for one microbatch per "
+            "batch"
         )
     return {"num_microbatches": asked // window}
