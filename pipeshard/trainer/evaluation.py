@@ -103,7 +103,7 @@ class Evaluation(Trainer):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
 
     def is_foreign(self, model: Any) -> bool:
-        """Whether `model` is a model other than the Trainer's own, such as a teacher or a copy with averaged weights."""
+        """Whether `model` is a model other than the Trainer's own, such as a teacher or a weight-averaged copy."""
         stages = self._own_stages()
         own = stages, stages.boosted, stages.module, self.model
         return isinstance(model, nn.Module | StagesStandIn) and all(model is not one for one in own)
