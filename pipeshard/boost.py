@@ -48,7 +48,7 @@ from pipeshard.split.ties import share_weights, tie_on_meta
 from pipeshard.verify.decide import prove_at_boost
 
 logger = logging.getLogger("pipeshard")
-LARGE, UNEVEN = 2**26, 0.8  # thresholds of a warning: bytes of a model, share of a stage
+LARGE, UNEVEN = 2**26, 0.8  # thresholds of _warn_of_uneven: the model's bytes, and the largest stage's share
 
 
 def boost_model(
@@ -132,7 +132,7 @@ def boost_model(
 
 
 def _follow_ties(optimizer: Optimizer, pipeline: Pipeline) -> None:
-    """In an optimizer that was created before boost, replace the parameters that boost has tied to others."""
+    """In an optimizer that was created before boost, replace the parameters that boost has tied to other parameters."""
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = pipeline.gradients.names
     kept = {names[parameter]: parameter for parameter in given if parameter in names}
@@ -143,7 +143,8 @@ def _follow_ties(optimizer: Optimizer, pipeline: Pipeline) -> None:
 def _searched(
     config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch, num_batches: int
 ) -> PipelineConfig:
-    """Search for this model's schedule and cuts, the same on every rank. Returns the config with the result."""
+    """Search for a schedule and cuts for this model, with the same result on every rank. Returns the config with this
+    result."""
     p, of_batch = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
     devices = Devices.parse(p, config.memory_limit, limit="memory_limit")
     precision = config.precision if config.lowers else "fp32"
@@ -186,9 +187,9 @@ def _warn_of_16_bits(model: nn.Module) -> None:
         dtypes = {p.dtype for p in short}
         logger.warning(
             "trained parameters have the dtype %s (%d of %d), without fp32 master weights: an update smaller than "
-            "about 1/%d of a parameter's value rounds to zero. Pass PipelinePlugin(precision='bf16') without "
-            "autocast=True, which keeps fp32 master weights, or load the model in fp32 (from_pretrained(..., "
-            "dtype=torch.float32))",
+            "about 1/%d of a parameter's value rounds to zero. To keep fp32 master weights, pass "
+            "PipelinePlugin(precision='bf16') without autocast=True. Alternatively, load the model in fp32 "
+            "(from_pretrained(..., dtype=torch.float32))",
             " or ".join(sorted(map(str, dtypes))),
             len(short),
             len(trained),
@@ -206,9 +207,9 @@ def _warn_of_uneven(policy: Policy) -> None:
     several = policy.ownership.shared()
     if sum(sizes[name] for name in several) > total / 2:
         remedy = (
-            f"Several stages hold the same parameters ({len(several)}, the first is {next(iter(several))}), because "
-            "they are used on several stages. Fewer stages and more data-parallel replicas (dp_size) need hardly more "
-            "memory and take less time"
+            f"Several stages use, and therefore hold, the same {len(several)} parameters (the first is "
+            f"{next(iter(several))}). Use fewer stages and more data-parallel replicas (dp_size): this takes less "
+            "time, and hardly more memory"
         )
     elif policy.flow.cut_points:
         remedy = "The model can be split only at its CutPoints: add some inside its largest part, or use fewer stages"
@@ -220,7 +221,7 @@ def _warn_of_uneven(policy: Policy) -> None:
         if policy.partition_by != "parameters":
             remedy += ", or pass PipelinePlugin(partition='parameters')"
     logger.warning(
-        "stage %d holds %.0f %% of the parameters of %s, so %d stages hardly save memory. %s",
+        "stage %d holds %.0f %% of the parameters of %s, so a split into %d stages saves hardly any memory. %s",
         held.index(max(held)),
         100 * max(held) / total,
         type(policy.model).__name__,

@@ -60,7 +60,7 @@ def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) 
 
 
 class _Group(click.Group):
-    """A click group that prints a PipeshardError in one line and exits with status 1."""
+    """A click group that prints a PipeshardError on one line and exits with status 1."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -350,8 +350,8 @@ def _refuse_options(ctx: click.Context, script: str) -> None:
         is_given = ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
         if isinstance(option, click.Option) and option.name != "pp" and is_given:
             raise click.UsageError(
-                f"{option.opts[0]} is for a model, but {script} sets its own: omit {option.opts[0]}, or write it after "
-                f"{script} if it is an option of the script"
+                f"{option.opts[0]} applies only to MODEL, but {script} is a script, which sets this itself: omit "
+                f"{option.opts[0]} or, if it is an option of the script, write it after {script}"
             )
 
 

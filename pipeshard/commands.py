@@ -61,14 +61,14 @@ def render(plan: Plan, slices: Sequence[InSlices], advice: str) -> Iterator[Rend
     yield Text()
     yield _schedules(plan)
     if any(estimate.moved for estimate in plan.schedules):
-        yield Text(f"*: with other cuts than those of partition {plan.partition}, which do not fit")
+        yield Text(f"*: with different cuts, since the cuts of partition {plan.partition} do not fit")
     lead = ""
     if slices:
         yield Text()
         yield _slices(plan, slices)
         fitting = [one for one in slices if one.fits is not False] or slices
         best = min(fitting, key=lambda one: one.time).n
-        lead = f"{best} slices take the least time. Without slices, " if best > 1 else "Slices take no less time. "
+        lead = f"{best} slices take the least time. Without slices, " if best > 1 else "Slices do not reduce the time. "
     yield Text(f"\n{lead}{plan.reason}", style="bold", justify="left", overflow="fold")
     if devices.are_unequal or plan.estimate.moved:
         yield Text(advice)
@@ -117,7 +117,7 @@ def _table(title: str) -> Table:
 
 
 def _schedules(plan: Plan) -> Table:
-    unit = "time in seconds" if plan.unit == "seconds" else "time divided by that of a step without idle time"
+    unit = "time in seconds" if plan.unit == "seconds" else "time relative to a step without idle time"
     table = _table(f"Schedules; step: {unit}")
     table.padding = (0, 1 if _has_speed(plan) else 2, 0, 0)
     table.add_column("", no_wrap=True)

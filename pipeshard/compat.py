@@ -255,9 +255,9 @@ def refuse_positional(values: Collection[Any]) -> None:
     if values:
         raise ConfigurationError(
             f"PipelinePlugin takes only pp_size as a positional argument, got {len(values)} more "
-            f"({', '.join(map(repr, values))}): pass all others by name, as in PipelinePlugin(pp_size=2, "
-            "num_microbatches=8, tp_size=1, dp_size=1). (HybridParallelPlugin's first two arguments are tp_size and "
-            "pp_size)"
+            f"({', '.join(map(repr, values))}): pass all other arguments by name, as in PipelinePlugin(pp_size=2, "
+            "num_microbatches=8, tp_size=1, dp_size=1). In HybridParallelPlugin, the first two positional arguments "
+            "are tp_size and pp_size"
         )
 
 
@@ -279,7 +279,9 @@ def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collectio
         idle.append(f"{name}={value!r}")
     if idle and warns:
         given = ", ".join(idle)
-        logger.warning("ignoring ColossalAI options for speed; results are at least as exact without them: %s", given)
+        logger.warning(
+            "ignoring ColossalAI's options for speed (results are at least as exact without these options): %s", given
+        )
     return style
 
 

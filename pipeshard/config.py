@@ -72,8 +72,8 @@ class PipelineConfig:
         num_microbatches: the number of microbatches into which each batch is split along its samples.
         microbatch_size: alternatively, the number of samples per microbatch.
         microbatch_tokens: alternatively, the maximum number of tokens per microbatch, including padding. Samples of
-            similar length are grouped, and each microbatch is padded only to its own longest sample. With pp_size=1 and
-            for a PipelineTrainer, all three arguments may be omitted.
+            similar length are grouped, and each microbatch is padded only to its own longest sample. With pp_size=1,
+            and also for a PipelineTrainer, all three arguments may be omitted.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
             gradients of linear and embedding layers are computed separately, when a stage would otherwise wait.
             Alternatively, pass a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns a Program.
@@ -82,8 +82,8 @@ class PipelineConfig:
             `memory_limit`, using the costs of partition="auto" or "profile".
         memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states. The default is
             the most memory that any rank needs with "1f1b".
-        num_slices: the number of slices into which each microbatch is split along its sequence in training. This
-            reduces idle time for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
+        num_slices: the number of slices into which each microbatch is split along its sequence during training. Slices
+            reduce idle time for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
             time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and "1f1b",
             "gpipe" or "zb-h1".
         num_model_chunks: v, the number of model chunks per rank: 2 (the default) or more for "interleaved", always 2
@@ -95,7 +95,7 @@ class PipelineConfig:
             file), "speed:1.0,0.6" (by cost divided by each rank's relative speed), a list with the number of unit calls
             of each of the p·v stages, or a list with the names of the modules to cut after.
         policy: a Policy class for this model. The default is the class registered for the model.
-        init_weights: how to initialize meta tensors (built under `torch.device("meta")`, or accelerate's
+        init_weights: how to initialize meta tensors (built under `torch.device("meta")`, or under accelerate's
             `init_empty_weights`). True uses the architecture's `_init_weights`, and `reset_parameters()` of plain
             modules. Other values that a constructor sets on meta are lost. With False, you must load the values with
             `booster.load_model`. A function is called as `fn(module)` or `fn(module, name)` for every module that has
@@ -311,7 +311,7 @@ class PipelineConfig:
 
     def program(self, num_microbatches: int = 1, num_slices: int = 1) -> Program:
         """The program of a training step, without messages. Raises ConfigurationError if the schedule does not support
-        these numbers, or computes weight gradients separately although `compile` is set."""
+        these numbers, or if `compile` is set and the schedule computes weight gradients separately."""
         if num_slices > 1:
             program = sliced(str(self.schedule), self.pp_size, num_microbatches, num_slices)
         else:

@@ -31,7 +31,7 @@ logger = logging.getLogger("pipeshard")
 
 
 class Failed(NamedTuple):
-    """An error in place of a batch, so that `Peekable` can look ahead without losing it."""
+    """An error that takes the place of a batch, so that `Peekable` can look ahead without losing the error."""
 
     error: Exception
 
@@ -85,8 +85,9 @@ class Batches(Iterator[Any]):
             if self.is_counted and self.place.begun:
                 if not self.place.batches:
                     logger.warning(
-                        "a dataloader had no batch in epoch %d: its sampler or stream is empty or yields fewer samples "
-                        "than a step needs, can be iterated only once, or has a state_dict with a position in an epoch",
+                        "a dataloader had no batch in epoch %d: its sampler or stream is empty, yields fewer samples "
+                        "than a step needs, can be iterated only once, or has a state_dict that contains a position "
+                        "within an epoch",
                         self.place.epoch,
                     )
                 self.place.counted = self.place.batches
@@ -315,10 +316,9 @@ class ResumableDataLoader(DataLoader[Any]):
         """
         if self.place.is_left:
             raise UsageError(
-                "this dataloader has no position to save: a batch was read from an older iterator than the newest, but "
-                "only the newest iterator counts its batches, so the rest of the older iterator's epoch would be "
-                "skipped. To evaluate or read a batch (next(iter(dataloader))) within an epoch, create another "
-                "dataloader"
+                "this dataloader has no position to save: a batch was read from an older iterator, but only the newest "
+                "iterator counts its batches, so a resumed run would skip the rest of the older iterator's epoch. To "
+                "evaluate or read a batch (next(iter(dataloader))) within an epoch, create another dataloader"
             )
         ended = self._has_ended()
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
@@ -332,11 +332,12 @@ class ResumableDataLoader(DataLoader[Any]):
         """Start the next iterator at a saved position. The number of replicas may differ if all replicas together read
         the same number of samples per step. Iterators created earlier raise UsageError when they are read.
 
-        Raises CheckpointError if the data, the sampler, the number of samples per step or the workers of a stream have
-        changed.
+        Raises CheckpointError if the data, the sampler, the number of samples per step, or a stream's number of workers
+        has changed.
         """
         sizes = self._sizes()
-        # States saved by older versions lack these keys: they are of one replica, without a stream's number of workers.
+        # States saved by older versions lack these keys: they are states of one replica, and do not contain a stream's
+        # number of workers.
         complete = {"batches_at_once": 1, "workers": sizes.get("workers"), **state}
         former = {name: complete.get(name) for name in sizes}
         if former != sizes:
@@ -411,8 +412,8 @@ class After(Iterator[Any]):
     def _warn(self, error: Exception) -> None:
         if not self.has_warned:
             logger.warning(
-                "batch %d of an epoch of %s, which the loader skips because it was read before the data position was "
-                "saved, raised an error (logged for the first such batch only): %s",
+                "batch %d of an epoch of %s raised an error while the loader skipped the batches that were read before "
+                "the data position was saved (only the first such error is logged): %s",
                 self.skipped,
                 type(self.stream).__name__,
                 summary(error),
@@ -445,6 +446,7 @@ def _refuse_sharding(order: Order) -> None:
         if isinstance(one, IterDataPipe) and hasattr(one, "apply_sharding"):
             raise ConfigurationError(
                 f"{type(one).__name__} shards the stream by the rank of the process, so stages would read different "
-                "samples, and workers of several replicas the same samples: remove sharding_filter(), since the loader "
-                "divides the samples among the replicas, and shard by torch's get_worker_info() if num_workers > 1"
+                "samples, and workers of different replicas would read the same samples: remove sharding_filter(). The "
+                "loader divides the samples among the replicas. If num_workers > 1, shard the stream among the workers "
+                "with torch's get_worker_info()"
             )

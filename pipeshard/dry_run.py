@@ -94,7 +94,7 @@ def microbatches(settings: Namespace, rows_each: int = 1) -> tuple[int, int]:
 
 
 def planned_optimizer(settings: Namespace) -> str:
-    """The planner's name of the optimizer `optim`. If the planner does not know the optimizer, the result is "adamw",
+    """The planner's name for the optimizer `optim`. If the planner does not know the optimizer, the result is "adamw",
     whose states are an upper bound. Raises ConfigurationError for optimizers with more states than AdamW."""
     from pipeshard.planner.memory import IN_8_BITS, OF_TRAINER, OPTIMIZERS
 
@@ -113,7 +113,7 @@ def plain_name(optim: str) -> str:
 
 
 def blank(settings: Namespace) -> Any:
-    """Build the model on meta from its config, with quantized weights and adapters if the settings request these."""
+    """Build the model on meta from its config, with quantized weights and adapters if the settings request them."""
     import torch
     from peft import get_peft_model
 

@@ -161,15 +161,15 @@ class PreemptibleJob:
         for number in WISHES:
             handler.install(number)
         PreemptibleJob._newest = weakref.ref(self)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # a launcher may have blocked them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # a launcher may have blocked these signals
 
     def _refuse_later_job(self) -> None:
         if self._newest() not in (None, self):
             raise UsageError(
-                f"another job, created after this {type(self).__name__}, receives the signals now, so SIGTERM would "
-                "save only that job's models: create one job for all models and optimizers, with "
-                "job.resume([generator, discriminator], [optimizer_g, optimizer_d]), and call step_done once in each "
-                "step; for a later phase of the script, create the next job after this job's last step"
+                f"another job was created after this {type(self).__name__} and now receives the signals, so SIGTERM "
+                "would save only the models of that job. Create one job, pass all models and optimizers to its resume, "
+                "as in job.resume([generator, discriminator], [optimizer_g, optimizer_d]), and call step_done once per "
+                "step. For a later phase of the script, create the next job after this job's last step"
             )
 
 
@@ -229,7 +229,7 @@ class ElasticJob(PreemptibleJob):
 class Deaf:
     """A DataLoader `worker_init_fn` that makes the workers ignore SIGTERM, which an agent also sends to the workers.
 
-    `resume` installs this function in the dataloader: if a worker exited, the step and therefore the save would fail.
+    `resume` installs this function in the dataloader: if a worker exited, the step would fail, and with it the save.
     """
 
     then: Callable[[int], None] | None = None
@@ -272,7 +272,7 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     if sizes is None:
         raise ConfigurationError(
             "the pp_size function must return a Layout, such as the result of AutoConfig.choose, but for "
-            f"ranks={ranks}, the result was {told}"
+            f"ranks={ranks}, the function returned or raised {told}"
         )
     layout = chosen if dist.get_rank() == 0 else ToldLayout(**sizes, told=told)
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):

@@ -134,7 +134,8 @@ class Engine:
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Split the model, and load this rank's weights if the model is from `PipelinePlugin.from_pretrained`. Returns
-        five objects, and keeps them as attributes, unless no `optimizer` is given and the engine already has one."""
+        five objects. The engine also keeps them as attributes, unless no `optimizer` is given and the engine already
+        has one."""
         if optimizer is None and isinstance(lr_scheduler, LRScheduler):
             raise UsageError(
                 f"lr_scheduler={type(lr_scheduler).__name__} was passed without the "
@@ -168,7 +169,10 @@ class Engine:
         """
         if model is None:
             if self.model is None:
-                raise UsageError("this engine has no model yet: call pipeshard.initialize(model, ...) or engine.boost")
+                raise UsageError(
+                    "this engine has no model yet: call engine.boost(model, ...) first, or use the engine that "
+                    "pipeshard.initialize(model, ...) returns"
+                )
             model, criterion = self.model, criterion or self.criterion
             optimizer = optimizer or self.optimizer
         return self.plugin.execute_pipeline(

@@ -74,14 +74,14 @@ def is_of_all(error: BaseException) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """The class name of an error and its message."""
+    """The class name and the message of an error."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def explained(explain: Callable[[Exception], Exception], but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Context manager around third-party code that replaces an exception with the result of `explain`. Exceptions of
-    the classes in `but` are not replaced."""
+    """Context manager that replaces an exception of third-party code with the result of `explain`. Exceptions of the
+    classes in `but` are not replaced."""
     try:
         yield
     except but:
@@ -91,7 +91,7 @@ def explained(explain: Callable[[Exception], Exception], but: tuple[type[Excepti
 
 
 def listed(problems: Sequence[str], shown: int = 8) -> str:
-    """Join the first `shown` problems in one line, followed by the number of the remaining problems."""
+    """Join the first `shown` problems on one line, followed by the number of the remaining problems."""
     more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
     return "; ".join(problems[:shown]) + more
 

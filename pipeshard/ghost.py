@@ -102,7 +102,7 @@ def looks_held() -> bool:
 class Ghost(nn.Parameter):
     """A released parameter: it keeps its names, shape and dtype, but is frozen and has no values.
 
-    Reading or writing the values of a Ghost, copying it or pickling it raises UsageError with its `label`. Under
+    Reading or writing the values of a Ghost, or copying or pickling it, raises UsageError with its `label`. Under
     `inside_pipeshard`, glue may use a Ghost if no result depends on it: reads return NaN, and writes are discarded.
     Under `as_if_held`, reads and writes do the same, and the errors are collected instead of raised.
 
@@ -181,7 +181,7 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
     advice = before + (
         "Save the model with booster.save_model(model, folder, shard=True) or trainer.save_model(folder), or adapters "
         "with booster.save_lora_as_pretrained(model, folder). Load a saved model with booster.load_model(model, "
-        "folder). Get the full model with pipeshard.to_sequential(model). Call these on every rank"
+        "folder). Get the full model with pipeshard.to_sequential(model). Call these functions on every rank"
     )
     if what == "resize_token_embeddings":
         advice = "Resize the embeddings before booster.boost, or before the Trainer is constructed"
@@ -189,9 +189,9 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
         advice = "Move or convert a model before booster.boost, or pass precision=... to PipelinePlugin"
     elif what in MERGING:
         advice = (
-            "Merge adapters before booster.boost, or in the model that pipeshard.to_sequential(model, rank=0) (call it "
-            "on every rank) returns on rank 0, or save merged weights with booster.checkpoint_io.save_model(model, "
-            "folder, shard=True, merge=True)"
+            "Merge adapters before booster.boost. After boost, either call pipeshard.to_sequential(model, rank=0) on "
+            "every rank and merge adapters in the model that rank 0 gets, or save merged weights with "
+            "booster.checkpoint_io.save_model(model, folder, shard=True, merge=True)"
         )
     return UsageError(f"{what}: {ghost.label}. {advice}")
 

@@ -33,7 +33,7 @@ from pipeshard.script import ERRORS_FOLDER, endless, exit_now, repeated
 
 logger = logging.getLogger("pipeshard")
 
-# A lost agent is detected after 5 seconds. If the minimum number of agents is present, they wait 5 seconds for others.
+# A lost agent is detected after 5 seconds. Once the minimum number of agents is present, they wait 5 seconds for more.
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
 LOOPBACK, PORT = "127.0.0.1", 29400  # torch's defaults of --master-addr, and of the port of a rendezvous
 RESTARTS = 100
@@ -90,7 +90,7 @@ def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
     Raises UsageError on a rank, since each rank would otherwise start its own ranks, endlessly."""
     if "RANK" in os.environ:
         raise UsageError(
-            "a rank cannot start ranks: call start only if the variable RANK is not set "
+            "a rank cannot start ranks: call start only if the environment variable RANK is not set "
             "(if 'RANK' not in os.environ: sys.exit(start(2)))"
         )
     for name, value in {"OMP_NUM_THREADS": threads(ranks), **(QUIET if quiet else {})}.items():
@@ -114,7 +114,7 @@ def threads(ranks: int) -> str:
 
 def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], None] | None) -> int:
     # If torch shares the agents' store with the ranks, an agent that joins later never receives the ranks' address, and
-    # a remaining agent keeps using the first address, even if that agent is gone.
+    # a remaining agent keeps using the first address, even if the agent at this address is gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _forward(signal.SIGUSR1)
     in_vain = _watch_workers(folder, args.rdzv_endpoint, args.monitor_interval)
@@ -176,8 +176,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _closing(seconds: int | None) -> Callable[..., None]:
     """A replacement for PContext.close, which stops the workers. If the workers receive a signal, the replacement waits
-    at most `seconds`, or torch's own limit if None. torch applies --shutdown-timeout only to signals that the agent
-    receives, but not if the agent restarts the workers because another agent joins."""
+    at most `seconds` or, if this is None, at most torch's own limit. torch applies --shutdown-timeout only to signals
+    that the agent receives, but not if the agent restarts the workers because another agent joins."""
     close = PContext.close
 
     def patient(context: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
@@ -209,7 +209,7 @@ def unable(script: str) -> str | None:
     except OSError as error:
         return f"{script}: {error.strerror}"
     except (SyntaxError, ValueError) as error:
-        return f"{script} is not a Python script: {error}"
+        return f"{script} is not a valid Python script: {error}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Options: the valid values of arguments that PipelineConfig and the planner share, and what counts as a number."""
+"""Options: the valid values of arguments that PipelineConfig and the planner share, and checks of numbers."""
 
 from collections.abc import Mapping
 from numbers import Real
@@ -32,7 +32,9 @@ def check_replicas(zero_stage: int, fsdp: bool) -> None:
     if zero_stage not in (0, 1):
         raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
     if fsdp and zero_stage:
-        raise ConfigurationError("fsdp=True already shards the optimizer state, so zero_stage=1 is redundant: omit it")
+        raise ConfigurationError(
+            "fsdp=True already shards the optimizer state, so zero_stage=1 is redundant: omit zero_stage"
+        )
 
 
 def check_precision(precision: str, autocast: bool) -> None:

@@ -26,7 +26,7 @@ TRAINERS = {
     "sft": ("SFT", "Fine-tune a model on chats, prompts with completions, or text."),
     "dpo": ("DPO", "Fine-tune a model on pairs of a preferred and a rejected answer."),
     "reward": ("Reward", "Train a reward model on pairs of a preferred and a rejected answer."),
-    "grpo": ("GRPO", "Train a model by reinforcement learning: reward functions score its own answers."),
+    "grpo": ("GRPO", "Train a model by reinforcement learning: reward functions score the model's answers."),
 }
 # Functions of trl.rewards that make a reward function, with the arguments of TRL's own script.
 MAKERS = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
@@ -59,7 +59,9 @@ class PipelineArguments:
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
     zero_stage: int = setting(0, "1 shards the optimizer state across replicas.")
     resume: bool = setting(False, "Resume from the newest checkpoint in output_dir, if there is one.")
-    prompt: str | None = setting(None, "Prompt that the trained model answers. By default, the first in the data.")
+    prompt: str | None = setting(
+        None, "Prompt that the trained model answers. By default, the first prompt in the data."
+    )
     nnodes: int = setting(1, "Number of machines. Start the same command on each.")
     rdzv_endpoint: str = setting("", "HOST:PORT of the rendezvous. HOST is one of the machines.")
     max_restarts: int = setting(0, "Maximum number of restarts from the newest checkpoint after a failure.")
@@ -187,7 +189,7 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
 def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
     """Parse settings that are given as JSON objects, as TrainingArguments does. Raises ConfigurationError for invalid
     JSON."""
-    # The annotations have the declared types, since HfArgumentParser overwrites the types of the fields.
+    # Read from the annotations, since HfArgumentParser overwrites the declared types in the fields.
     for name in [name for group in groups for name, hint in get_type_hints(group).items() if "dict" in str(hint)]:
         if isinstance(value := getattr(settings, name, None), str) and value.startswith("{"):
             try:

@@ -17,7 +17,7 @@ COLUMNS = {
     "reward": [["chosen", "rejected"], ["chosen_ids", "rejected_ids"], ["chosen_input_ids", "rejected_input_ids"]],
     "grpo": [["prompt"], ["environment"]],
 }
-# What a row must have in these columns; by default, token ids, or a string or a list of turns.
+# The value that a row must have in each of these columns. In other columns: token ids, or a string or a list of turns.
 NEEDS = {
     "messages": "a list of turns, each with role and content",
     "conversations": "a list of turns, each with from and value",
@@ -88,7 +88,7 @@ def loaded(settings: Namespace) -> Any:
 
 def unreadable_data(path: Path | str, error: BaseException) -> ConfigurationError:
     cause = error.__cause__ or error  # `datasets` wraps the reader's error
-    return ConfigurationError(f"dataset_name={path} cannot be read: {summary(cause)}: correct or replace it")
+    return ConfigurationError(f"dataset_name={path} cannot be read: {summary(cause)}. Correct or replace the data")
 
 
 def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:

@@ -78,12 +78,12 @@ def refuse_earlier_run(settings: Namespace) -> None:
 def earlier_run_error(folder: str) -> ConfigurationError:
     return ConfigurationError(
         f"output_dir={folder} has a checkpoint of an earlier run, from which a restart (max_restarts) would resume: "
-        "set resume=true to continue that run, or another output_dir"
+        "set resume=true to continue that run, or choose another output_dir"
     )
 
 
 def check_sources(kind: str, settings: Namespace) -> None:
-    """Check the model and the data. If this machine lacks either, download it, once for all ranks of the machine."""
+    """Check the model and the data. If this machine lacks either, download it once, for all ranks of the machine."""
     import datasets
 
     folder = folder_of(settings)
@@ -120,7 +120,7 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     if not settings.datasets and Path(name).suffix in DATA_FORMATS and not Path(name).is_file():
         yield f"dataset_name={name} is not an existing file; training requires it"
     if settings.dry_run and settings.model_config and config_source(settings) == settings.model_config.split():
-        yield f"model_name_or_path={settings.model_name_or_path} is not on this machine: the plan is of model_config"
+        yield f"model_name_or_path={settings.model_name_or_path} is not on this machine: the plan is for model_config"
     if settings.dry_run and planned_optimizer(settings) == "adamw" and plain_name(settings.optim) not in ADAMW:
         yield (
             f"the plan assumes AdamW's states for optim={settings.optim}, two fp32 values per parameter: the states of "
@@ -132,7 +132,7 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
         cuts_rows = settings.microbatches and not is_one_row(settings)
         low = "microbatches and per_device_train_batch_size" if cuts_rows else "gradient_accumulation_steps"
         remedy = f"raise {low} to at least {settings.pp}"
-        yield f"a step has {counted(m, 'microbatch')} for {settings.pp} stages, which wait for each other: {remedy}"
+        yield f"a step has {counted(m, 'microbatch')} for {settings.pp} stages, so stages wait for each other: {remedy}"
 
 
 # The ranks
@@ -159,8 +159,8 @@ def start_ranks(kind: str, settings: Namespace, arguments: Sequence[str]) -> int
 
 def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
     """Print how to continue a run that ended early, if the run has written a complete checkpoint to the folder.
-    `earlier` are the complete checkpoints of earlier runs: if one of them has more steps, --resume would continue from
-    that checkpoint."""
+    `earlier` are the complete checkpoints of earlier runs: if one of them has more steps than this run's newest
+    checkpoint, --resume would continue from that checkpoint."""
     found = complete_checkpoints(folder)
     own = {step for step, when in found.items() if earlier.get(step) != when}
     if not own:
@@ -318,7 +318,7 @@ def question(row: Mapping[str, Any], text_field: str) -> Any:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command as one rank. Returns the exit status. If the settings, the cuts or a checkpoint are invalid, only
-    one rank prints the error, in one line."""
+    one rank prints the error, on one line."""
     fold()
     try:
         return main(arguments[0], arguments[1:])

@@ -6,7 +6,7 @@ number of heads or features from the module's own attributes.
 
 
 def _layers(path: str, colwise: str, rowwise: str) -> dict[str, str]:
-    """A plan for the linear layers below `path`. `colwise` and `rowwise` are lists of names, separated by spaces."""
+    """A plan for the linear layers below `path`. `colwise` and `rowwise` contain names, separated by spaces."""
     plan = {f"{path}.{name}": "colwise" for name in colwise.split()}
     return plan | {f"{path}.{name}": "rowwise" for name in rowwise.split()}
 

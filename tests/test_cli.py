@@ -303,7 +303,7 @@ def test_cuts_that_were_moved_are_shown_with_what_to_pass() -> None:
     rows = [next(line for line in each.splitlines() if line.startswith("1f1b")) for each in (roomy, tight)]
     assert [row.split()[6] for row in rows] == ["yes", "yes*"]
     assert "Pass partition=" not in roomy and tight.endswith(f"Pass partition={plan['counts']} to PipelinePlugin.\n")
-    assert "*: with other cuts than those of partition auto" in tight
+    assert "*: with different cuts, since the cuts of partition auto do not fit" in tight
     passed = ["--partition", ",".join(map(str, plan["counts"])), "--device-memory", str(peak - 1)]
     assert json.loads(invoke(*asked, *passed, "--json", "-").output)["stages"] == plan["stages"]
 
@@ -457,7 +457,7 @@ def test_options_for_a_model_are_refused_with_a_script(tmp_path: Path, option: s
     result, given = verified(option, str(tmp_path / "train.py"))
     name = option.partition("=")[0]
     assert result.exit_code == 2 and given == [], result.output
-    assert f"Error: {name} is for a model, but train.py sets its own" in " ".join(result.output.split())
+    assert f"Error: {name} applies only to MODEL, but train.py is a script" in " ".join(result.output.split())
 
 
 def test_a_script_that_does_not_exist_is_one_line(tmp_path: Path) -> None:

@@ -1132,7 +1132,7 @@ def test_the_place_of_an_iterator_that_is_not_counted_is_not_saved() -> None:
     next(iter(loader))
     assert loader.state_dict()["epoch"] == 1  # so far, as if the first epoch had been broken off
     next(training)
-    with pytest.raises(UsageError, match=r"from an older iterator than the newest.*, create another dataloader"):
+    with pytest.raises(UsageError, match=r"from an older iterator, but only the newest.*, create another dataloader"):
         loader.state_dict()
     for _ in loader:
         assert loader.state_dict()["epoch"] in (2, 3)

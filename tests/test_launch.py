@@ -120,7 +120,7 @@ def test_a_failed_job_says_which_ranks_failed_how(tmp_path: Path) -> None:
     ("name", "content", "what"),
     [
         ("nofile.py", None, "nofile.py: No such file or directory"),
-        ("broken.py", "x = = 1\n", "broken.py is not a Python script: invalid syntax"),
+        ("broken.py", "x = = 1\n", "broken.py is not a valid Python script: invalid syntax"),
     ],
 )
 def test_what_cannot_start_is_refused_before(

@@ -671,7 +671,7 @@ def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
     with mock.patch.object(tuning, "start_ranks", return_value=0):
         trained = said("sft", *arguments)
     waits = (
-        "note: a step has 1 microbatch for 2 stages, which wait for each other: "
+        "note: a step has 1 microbatch for 2 stages, so stages wait for each other: "
         "raise gradient_accumulation_steps to at least 2"
     )
     assert waits in trained.output and "dataset_name" not in trained.output
@@ -1020,7 +1020,7 @@ def test_the_model_that_is_named_is_planned(tmp_path: Path) -> None:
     assert "GPT2LMHeadModel, " in found.output and "note: " not in found.output
     missing = said(*asked)
     assert missing.exit_code == 0 and "LlamaForCausalLM, " in missing.output
-    note = "note: model_name_or_path=owner/{} is not on this machine: the plan is of model_config"
+    note = "note: model_name_or_path=owner/{} is not on this machine: the plan is for model_config"
     assert note.format("name") in missing.output
     for name in ("owner/other", f"{tmp_path}/modle"):
         refused = said(*asked, f"--model_name_or_path={name}")
