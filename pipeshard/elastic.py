@@ -272,7 +272,7 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     if sizes is None:
         raise ConfigurationError(
             "the pp_size function must return a Layout, such as the result of AutoConfig.choose, but for "
-            f"ranks={ranks}, the function returned or raised {told}"
+            f"ranks={ranks}, it returned or raised {told}"
         )
     layout = chosen if dist.get_rank() == 0 else ToldLayout(**sizes, told=told)
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):

@@ -214,7 +214,7 @@ def test_jobs_that_cannot_work_are_refused_alike_on_every_rank(pool: Pool, tmp_p
     expected = [
         "every, a number of steps, must be a positive integer, got 0",
         "2 ranks cannot train with pp_size=1",
-        "the pp_size function must return a Layout.* for ranks=2, the function returned or raised ValueError: nothing for 2",
+        "the pp_size function must return a Layout.* for ranks=2, it returned or raised ValueError: nothing for 2",
         "chosen for ranks=2 and global_batch=4 is for ranks=2 and global_batch=8",
         "save was called before resume: call job.resume",
     ]
@@ -357,7 +357,7 @@ def test_two_jobs_in_turns_are_refused(pool: Pool, tmp_path: Path) -> None:
     """SIGTERM reached only the job created last: the other model of a GAN lost its steps since its last save, and the
     two resumed from different steps."""
     for step, said in pool.run(two_jobs, 2, tmp_path):
-        assert step == 1 and "create one job for all models" in said
+        assert step == 1 and "Create one job, pass all models" in said
     assert newest_step(tmp_path) == 1
 
 
