@@ -49,7 +49,8 @@ def label(flow: Dataflow, value: Value) -> str:
 
 
 def describe(flow: Dataflow, stages: Sequence[int]) -> str:
-    """Return a table of the unit calls, the values that cross the cut, and whether the gradient of each returns."""
+    """Return a table of the unit calls, and a line for each value that crosses the cut: its name and dtype, and whether
+    its gradient returns."""
     rows = [("call", "unit", "stage", "reads")]
     for k, (call, stage) in enumerate(zip(flow.calls, stages)):
         reads = ", ".join(label(flow, value) for value in sorted(call.reads.values)) or "the batch alone"
@@ -68,8 +69,8 @@ def describe(flow: Dataflow, stages: Sequence[int]) -> str:
 
 
 def draw(models: Sequence[tuple[str, Dataflow, Sequence[int]]], path: Path) -> None:
-    """Draw a row of boxes for each stage of each model: the units that it runs in colour, the units that it replays in
-    grey, and an arrow from each value that crosses the cut to the first call that reads it."""
+    """Draw a row of boxes for each stage of each model, and an arrow from each value that crosses the cut to the first
+    call that reads it. A box is coloured if the stage runs the unit, and grey if the stage replays the unit."""
     from matplotlib.figure import Figure
 
     longest = max(len(flow.calls) for _, flow, _ in models)

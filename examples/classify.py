@@ -85,7 +85,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"argument --mixup: {args.mixup} is less than 0")
     for name in ("layer_decay", "decay"):
         if not 0 < getattr(args, name) <= 1:
-            parser.error(f"argument --{name.replace('_', '-')}: {getattr(args, name)} is not above 0 and at most 1")
+            parser.error(
+                f"argument --{name.replace('_', '-')}: must be above 0 and at most 1, got {getattr(args, name)}"
+            )
     return args
 
 
@@ -167,7 +169,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 class Mixed:
-    """A collator whose batches timm's mixup has blended: each image and its label with another image and its label."""
+    """A collator that blends the samples of a batch with timm's mixup: each image and its label with another image and
+    that image's label."""
 
     def __init__(self, alpha: float) -> None:
         from timm.data import Mixup

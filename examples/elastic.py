@@ -1,9 +1,9 @@
 """Elastic: a small llama with random initial weights learns to count, on a number of ranks that may change.
 
 `python -m pipeshard.launch --nnodes 2:4 examples/elastic.py`, run four times on one machine (or, with --rdzv-endpoint,
-once on each of four), trains four stages. You can stop and restart these processes at any time, except the first. After
-every step, rank 0 appends a line to `steps.txt` under --output. On one machine with GPUs, give process k its own GPU
-with `CUDA_VISIBLE_DEVICES=k`.
+once on each of four), trains four stages. You can stop and restart any of these processes, except the first, at any
+time. After every step, rank 0 appends a line to `steps.txt` under --output. On one machine with GPUs, give process k
+its own GPU with `CUDA_VISIBLE_DEVICES=k`.
 """
 
 import argparse

@@ -149,7 +149,8 @@ def _paired(described: set[tuple[str, str]], generator: random.Random) -> list[P
 
 
 def _functions(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the first paragraph of each function's docstring, if it has over 4 words, with the name and parameters."""
+    """Yield the first paragraph of each function's docstring, if the paragraph has more than 4 words, together with the
+    function's name and parameters."""
     with tokenize.open(path) as file:  # honours the encoding that the file declares
         tree = ast.parse(file.read())
     for node in ast.walk(tree):

@@ -217,8 +217,8 @@ class Autoencoder(nn.Module):
 class Step(nn.Module):
     """The step of train_dreambooth_lora_flux.py: a frozen autoencoder and text encoder, and a Flux to train.
 
-    The random values that the script draws in its loop (noise and its share) are inputs, so that every stage uses the
-    same values.
+    The random values that the script draws in its loop (the noise and the share of the noise) are inputs, so that every
+    stage uses the same values.
     """
 
     def __init__(self) -> None:
@@ -298,7 +298,8 @@ def imagined(model: Step, captions: Sequence[Caption]) -> list[Image.Image]:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Images with captions, and the random values that the script draws for each: the noise, and sigma, its share.
+    """Images with captions, and the random values that the script draws for each image: the noise, and sigma, the share
+    of the noise.
 
     Each sample is computed when it is read, with its index as the seed.
     """

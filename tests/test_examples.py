@@ -156,8 +156,8 @@ def refused(example: ModuleType, arguments: list[str], message: str, capsys: pyt
     [
         (["--batch-size", "33"], "argument --batch-size: mixup pairs the samples, but 33 is odd"),
         (["--mixup", "-1"], "argument --mixup: -1.0 is less than 0"),
-        (["--layer-decay", "0"], "argument --layer-decay: 0.0 is not above 0 and at most 1"),
-        (["--decay", "1.5"], "argument --decay: 1.5 is not above 0 and at most 1"),
+        (["--layer-decay", "0"], "argument --layer-decay: must be above 0 and at most 1, got 0.0"),
+        (["--decay", "1.5"], "argument --decay: must be above 0 and at most 1, got 1.5"),
         (["--batch-size", "2048"], "argument --batch-size: 2048 is more than the 1437 training images"),
     ],
 )
