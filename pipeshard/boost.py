@@ -186,8 +186,8 @@ def _warn_of_16_bits(model: nn.Module) -> None:
     if short:
         dtypes = {p.dtype for p in short}
         logger.warning(
-            "trained parameters have the dtype %s (%d of %d), without fp32 master weights: an update smaller than "
-            "about 1/%d of a parameter's value rounds to zero. To keep fp32 master weights, pass "
+            "trained parameters of dtype %s (%d of %d) have no fp32 master weights: an update smaller than about 1/%d "
+            "of a parameter's value rounds to zero. To keep fp32 master weights, pass "
             "PipelinePlugin(precision='bf16') without autocast=True. Alternatively, load the model in fp32 "
             "(from_pretrained(..., dtype=torch.float32))",
             " or ".join(sorted(map(str, dtypes))),

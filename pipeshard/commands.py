@@ -29,8 +29,8 @@ WIDTH = 80
 
 
 def show(plan: Plan, console: Console | None = None, slices: Sequence[InSlices] = (), advice: str = "") -> None:
-    """Print a plan: the stages, the schedules and the recommendation, and the estimates in `slices`, if any. `advice`
-    says how to train with the plan's cuts, if they are not the cuts of the plan's partition."""
+    """Print a plan: the stages, the schedules, the recommendation, and any estimates in `slices`. `advice` says how to
+    train with the plan's cuts, if they are not the cuts of the plan's partition."""
     console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan, slices, advice or f"Pass partition={plan.cuts} to PipelinePlugin."):
         console.print(part)

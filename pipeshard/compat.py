@@ -88,7 +88,7 @@ class PipelineStageManager:
         """Whether the selected chunk is the last virtual stage: the last chunk of the last rank or, in a V, of the
         first rank.
 
-        With `ignore_chunk`: whether this is the last rank.
+        With `ignore_chunk`, whether this is the last rank.
 
         Raises:
             UsageError: if `enable_interleave` is True, `ignore_chunk` is False, and no chunk is selected.
@@ -181,7 +181,9 @@ class PipelineStageManager:
         if not self.is_interleave:
             return 0
         if self.model_chunk_id is None:
-            raise UsageError("no model chunk is selected: use `with switch_model_chunk_id(i):`, or ignore_chunk=True")
+            raise UsageError(
+                "no model chunk is selected: select one in `with switch_model_chunk_id(i):`, or pass ignore_chunk=True"
+            )
         return self.model_chunk_id
 
 
@@ -210,8 +212,8 @@ SPEED = {
     "zero_bucket_size_in_m": 12,
 }
 _SEQUENCES = "sequences are not sharded across ranks: use pp_size, dp_size, tp_size, and num_slices for long sequences"
-_SCALE = "with precision='fp16', the loss scale is halved when a gradient overflows, and doubled after 1000 steps "
-_SCALE += "without overflow, between 1 and 2**32: only its initial value can be set, with initial_scale"
+_SCALE = "with precision='fp16', the loss scale is halved when a gradient overflows, doubled after 1000 steps without "
+_SCALE += "overflow, and stays between 1 and 2**32. Only its initial value can be set, with initial_scale"
 _POLICY = "pass the class as policy=..., or register it with pipeshard.register_policy"
 # Unsupported arguments: ColossalAI's default, which is accepted, and the advice for any other value.
 INSTEAD: dict[str, tuple[Any, str]] = {

@@ -232,7 +232,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """The number of batches of an epoch. For a stream with several workers, the number is an estimate until one
-        epoch has been read completely: all workers are assumed to have equally many samples."""
+        epoch has been read completely. The estimate assumes that all workers have the same number of samples."""
         if self._sampler is not None:
             return super().__len__()
         samples, workers = len(self.dataset), max(1, self.num_workers)  # type: ignore[arg-type]
@@ -433,8 +433,8 @@ class After(Iterator[Any]):
 def _refuse_shares(order: Order) -> None:
     for one, count in order.shares():
         raise ConfigurationError(
-            f"{type(one).__name__} already splits the data into {count} shares. Stages of a pipeline could then read "
-            "different batches, or replicas only parts of their shares. Pass a sampler over the whole "
+            f"{type(one).__name__} already splits the data into {count} shares, so stages of a pipeline could read "
+            "different batches, or each replica could read only a part of its share. Pass a sampler over the whole "
             "dataset (or shuffle=True), or a stream without split_dataset_by_node: pipeshard then divides the samples "
             "among the replicas"
         )

@@ -45,7 +45,7 @@ LEFT = 128 + signal.SIGTERM  # exit status of ranks after SIGTERM
 
 class PreemptibleJob:
     """A training job that saves its state in a folder, regularly and when it receives a termination signal, such as
-    Slurm's before preemption.
+    the signal that Slurm sends before preemption.
 
     `resume` loads the newest state in `directory`. `step_done`, which you call after each step, saves the state there
     every `every` steps. If any rank receives SIGUSR1 or SIGTERM, the job saves the state at the next step boundary.
@@ -87,9 +87,9 @@ class PreemptibleJob:
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
     ) -> int:
-        """Load the newest state into the objects that `booster.boost` returned. Pass several models (the two models of
-        a GAN, or an average of the weights), optimizers or LR schedulers as a list. Returns the number of completed
-        steps, which is 0 for a new job.
+        """Load the newest state into the objects that `booster.boost` returned. Pass several models (such as the two
+        models of a GAN, or a model and the average of its weights), optimizers or LR schedulers as a list. Returns the
+        number of completed steps, which is 0 for a new job.
 
         Raises CheckpointError, on every rank, if the state does not match these objects, if all saved steps in the
         directory are incomplete (an interrupted save does not count as a step), if only some of the optimizers that

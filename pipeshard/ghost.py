@@ -107,7 +107,7 @@ class Ghost(nn.Parameter):
     Under `as_if_held`, reads and writes do the same, and the errors are collected instead of raised.
 
     Attributes:
-        pipeshard_trainable: whether the parameter is trained, on the stages that hold it.
+        pipeshard_trainable: whether the stages that hold the parameter train it.
         label: the parameter's name, and the stages that hold the parameter.
     """
 

@@ -445,7 +445,8 @@ def hide_world() -> None:
 @contextmanager
 def lone_losses(pp_size: int) -> Iterator[None]:
     """Context manager in which losses of transformers normalize by the batch of this process. Has no effect with one
-    stage. With several stages, the ranks of the other stages do not compute the loss."""
+    stage. With several stages, the ranks of the other stages do not compute the loss, so they cannot take part in a
+    sum over all processes."""
     token = _is_lone.set(pp_size > 1)
     try:
         yield

@@ -313,8 +313,8 @@ def not_at_hand(setting: str, name: str, error: Exception) -> ConfigurationError
 
 
 def config_source(settings: Namespace) -> list[str]:
-    """The folder of the model's config, as a list with one entry, or the model type and fields in `model_config` if the
-    config is not on this machine. Without `model_config`, the config is downloaded from the Hub."""
+    """The folder of the model's config, as a list with one entry. If the config is not on this machine, the model type
+    and fields in `model_config` or, without `model_config`, the folder of the config downloaded from the Hub."""
     from huggingface_hub import hf_hub_download
 
     name = required_name(settings, "model_name_or_path")
@@ -353,7 +353,8 @@ def model_options(kind: str, settings: Namespace) -> dict[str, Any]:
 
 def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:
     """The class of the model, as in TRL: a classifier for `reward`, and otherwise the class that the folder's config
-    names, which may be a vision-language model. If that class cannot generate text, returns AutoModelForCausalLM."""
+    names, which may be the class of a vision-language model. If that class cannot generate text, returns
+    AutoModelForCausalLM."""
     import transformers
 
     from pipeshard.checkpoint.untrusted import folder_config
