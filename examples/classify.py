@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PACKAGES = {"timm": "timm", "sklearn": "scikit-learn"}
 IMAGES, HELD_OUT = 1797, 360
-EVALUATIONS = 8  # in addition to the one before training
+EVALUATIONS = 8  # in addition to the evaluation before training
 MODEL: dict[str, Any] = {
     "model_name": "vit_tiny_patch16_224",
     "img_size": 8,

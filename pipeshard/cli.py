@@ -153,7 +153,7 @@ def plan(
       pipeshard plan llama hidden_size=8192 num_hidden_layers=80 --pp 16 --microbatches 64
     """
     gc.disable()  # imports create many objects and no garbage
-    atexit.register(gc.freeze)  # without it, the collection at exit takes a second
+    atexit.register(gc.freeze)  # without freeze, the collection at exit takes a second
     with progress("building the model"):
         from pipeshard.planner.models import build_on_meta, precision_of
         from pipeshard.planner.plan import refuse_large

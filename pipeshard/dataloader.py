@@ -76,7 +76,7 @@ class Batches(Iterator[Any]):
         batch = next(self.batches, OVER)
         if isinstance(batch, Failed):
             if not batch.has_read_nothing:
-                self._count()  # the next call reads the next batch, as on ranks on which this batch did not fail
+                self._count()  # the next call reads the next batch, as on ranks that loaded this batch
             try:
                 raise batch.error
             finally:
@@ -181,7 +181,7 @@ class ResumableDataLoader(DataLoader[Any]):
         kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
         size = 1 if kind == "batch_sampler" else batch_size or 1  # entries of the order per batch
         self._share = Share(size, replica, num_replicas, bool(options.get("drop_last")))
-        self.shared_by = num_replicas  # PipelineTrainer refuses to evaluate with several
+        self.shared_by = num_replicas  # PipelineTrainer refuses to evaluate with several shares
         self._workers = torch.Generator()
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # DataLoader refuses shuffle=True for a stream

@@ -33,7 +33,7 @@ MEDIA = {
     "audio": ("audio", "input_features", "feature_", "speech"),
     "image": ("image", "pixel", "target_sizes", "spatial"),
 }
-TOKEN_KINDS = "mm_token_type_ids"  # the kind of each token: 0 for text, or one of these numbers
+TOKEN_KINDS = "mm_token_type_ids"  # the kind of each token: 0 for text, or a number in MEDIA_KINDS
 MEDIA_KINDS = {"image": 1, "video": 2, "audio": 3}
 SIZES = "_thw", "_sizes", "_shapes", "_hws"  # suffixes of leaves that have one row of sizes per image
 

@@ -10,7 +10,7 @@ from pipeshard.errors import ConfigurationError, hint
 
 POSITIVE = "a positive integer"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-LEAST_SCALE, MOST_SCALE = 1.0, 2.0**32  # of the loss, with "fp16"
+LEAST_SCALE, MOST_SCALE = 1.0, 2.0**32  # limits of the loss scale, with "fp16"
 OFFLOADED = ("activations", "optimizer", "both")
 
 

@@ -148,7 +148,7 @@ class PipelinePlugin:
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
         self._boosted: list[weakref.ref[PipelineModel]] = []
-        self._random: list[Randomness] = []  # one per boosted model: loading a training state sets `model`
+        self._random: list[Randomness] = []  # one per boosted model; loading a training state sets its `model`
         self._grid: tuple[dist.ProcessGroup, Grid] | None = None  # the Grid, and the world for which it was created
 
     def __getattr__(self, name: str) -> Any:
@@ -269,7 +269,7 @@ class PipelinePlugin:
                 boosted.checkpoint_io = self._checkpoint_io
                 self._random.append(randomness)
                 self._boosted.append(weakref.ref(boosted))
-                vars(self).pop("stage_manager", None)  # schedule="auto" may have chosen another number of chunks
+                vars(self).pop("stage_manager", None)  # schedule="auto" may have chosen a different number of chunks
             boosted_optimizer = boost_optimizer(boosted, optimizer, wrapper(PipelineOptimizer, "OptimizerWrapper"))
             if self.config.watchdog:
                 outlast_watch()

@@ -76,7 +76,7 @@ class PipelineArguments:
 PLUGIN = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "chunks": "num_model_chunks"}
 PLUGIN |= {"microbatches": "num_microbatches", "schedule": "schedule", "num_slices": "num_slices"}
 PLUGIN |= {name: name for name in ("partition", "precision", "recompute", "zero_stage")}
-# Names of settings in other tools, each with the names here.
+# Names of settings in other tools, each with the corresponding names here.
 ALIASES = {argument: name for name, argument in PLUGIN.items()}
 ALIASES |= dict.fromkeys(("model", "base_model", "model_name"), "model_name_or_path")
 ALIASES |= dict.fromkeys(("data", "dataset", "dataset_path"), "dataset_name")
@@ -399,6 +399,6 @@ def refuse_no_rewards(settings: Namespace) -> None:
         if not module:
             imported(path)
             continue
-        with explained(partial(not_imported, path)), replaced(sys, path=["", *sys.path]):  # as on ranks: python -m
+        with explained(partial(not_imported, path)), replaced(sys, path=["", *sys.path]):  # as on ranks, which use -m
             if find_spec(first := module.partition(".")[0]) is None:
                 raise ModuleNotFoundError(f"No module named {first!r}")

@@ -97,7 +97,7 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
     if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return
     has, name = data.column_names, settings.dataset_name
-    if data.info.builder_name == "json":  # its reader does not check the encoding
+    if data.info.builder_name == "json":  # the JSON reader does not check the encoding
         with explained(partial(unreadable_data, name)):
             data.data.validate(full=True)
     text = getattr(settings, "dataset_text_field", "text")

@@ -268,7 +268,7 @@ def line(restarts: bool) -> Any:
                 click.echo(found if step else f"no complete checkpoint in {folder}: training begins at step 0")
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_log |= control.should_training_stop  # also if logging_steps does not divide this step
+            control.should_log |= control.should_training_stop  # even if logging_steps does not divide this step
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             shown = "".join(f"  {name} {float(logs[key]):.4g}" for key, name in SHOWN.items() if key in logs)
