@@ -302,7 +302,9 @@ MISTAKES = {
         (ERRORS + "`BatchError`: an empty iterator",), r"BatchError: .*create a new one with iter\(dataloader\)", empty
     ),
     "no tensors": Mistake(
-        (ERRORS + "`BatchError`: no tensors",), "BatchError: .*whose first dimension is the batch dimension", no_tensors
+        (ERRORS + "`BatchError`: a batch without tensors",),
+        "BatchError: .*whose first dimension is the batch dimension",
+        no_tensors,
     ),
     "other batches": Mistake(
         (ERRORS + "`BatchError`: ranks that read different",),
