@@ -21,8 +21,8 @@ The lists below the tables compare the results with targets. A line ends with "N
 PEERS = """\
 ## Requirements and limitations of the peers
 
-- **torch** requires hand-written stages. It does not support tied weights, so the benchmark sums the
-  gradients of both copies. A step fails if the length of a message differs from that in the first step.
+- **torch** requires hand-written stages. It does not support tied weights, so the benchmark sums the gradients of both
+  copies. A step fails if the length of a message differs from its length in the first step.
 - **DeepSpeed** requires a list of layers, each a module with one input. It clips gradients to norm 1.0 by default
   (turned off here with `"gradient_clipping": 0.0`). With `dynamic_shape=False`, a batch of a new length is rejected, or
   read into a buffer that has the length of the first batch.

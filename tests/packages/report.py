@@ -33,7 +33,7 @@ def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> 
     exact = [row for row in rows if row.kind in EXACT]
     alone = {row.entry for row in exact if row.parts == 1}
     remedied = {row.entry for row in rows if row.remedied}
-    ps = ", ".join(f"p = {p} for {count} of them" for p, count in sorted(Counter(row.p for row in rows).items()))
+    ps = ", ".join(f"p = {p} for {count} entries" for p, count in sorted(Counter(row.p for row in rows).items()))
     lines = [
         "# Models of other packages",
         "",
@@ -88,7 +88,7 @@ def _times(exact: Sequence[Timed]) -> list[str]:
     return [
         "The times are CPU seconds of the slower of two processes: for an unsplit step, for boost (which traces the",
         f"model and runs the proof), and for the first step. The medians are {boost:.1f} s for boost and {first:.1f} s",
-        f"for the first step; {slowest.entry} takes longest, {slowest.boost:.0f} and {slowest.first:.0f} s.",
+        f"for the first step; {slowest.entry} takes longest ({slowest.boost:.0f} s and {slowest.first:.0f} s).",
         "",
     ]
 

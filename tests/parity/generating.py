@@ -48,10 +48,10 @@ PAGE = Page(
     ),
     meaning={
         "bitwise": "tokens and scores are equal, bit for bit",
-        "close": f"tokens are equal, and scores to rounding (at most {CLOSE:.0e} of the largest score)",
+        "close": f"tokens are equal, and scores differ only by rounding (at most {CLOSE:.0e} of the largest score)",
         "refused": "pipeshard refuses the model with an error that says why",
         "untrainable": "the model does not generate unsplit, or two runs differ",
-        "wrong": "tokens differ, or scores by more than rounding",
+        "wrong": "tokens differ, or scores differ by more than rounding",
     },
 )
 

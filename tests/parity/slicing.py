@@ -41,9 +41,9 @@ PAGE = Page(
     text=(
         "Of {entries} causal language models, {able} train unsplit. **{exact}** of these ({share:.1%}) train in slices "
         f"({SLICES} for each of {M} microbatches) on p = {{ps}} stages as they do unsplit: with the same loss, "
-        "gradients, norm, and parameters after three steps. The table below lists all other models, and models that "
-        "refuse batches with padding. Models of images and audio train on text alone, and encoders with a single stack "
-        "(BERT) train as decoders (is_decoder=True)."
+        "gradients, norm, and parameters after three steps. The table below lists all other models, and models for "
+        "which pipeshard refuses batches with padding. Models of images and audio train on text alone, and encoders "
+        "with a single stack (BERT) train as decoders (is_decoder=True)."
     ),
     meaning={
         "close": "the proof at boost finds no difference",

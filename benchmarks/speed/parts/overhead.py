@@ -19,9 +19,9 @@ of the contender divided by the time of pipeshard's 1F1B in the same round (medi
 above 1, pipeshard's 1F1B is faster. The stages written for torch only loop over the layers, and omit the code that the
 model's own forward runs around the layers (mostly masks). pipeshard runs the model's own forward on every stage.
 
-"Compiled" is `compile=True`; for torch, `compile()` is called on each layer. "C++ calls" is
-`compile={"options": {"cpp_wrapper": True}}`; for torch, the same option is used. With this option, compiled C++ code
-launches the kernels of a layer; without it, Python code does."""
+"Compiled" is `compile=True`; torch's contender instead calls `compile()` on each layer. "C++ calls" is
+`compile={"options": {"cpp_wrapper": True}}`; torch's contender uses the same option. With this option, compiled C++
+code launches the kernels of a layer; without it, Python code does."""
 
 OURS = ours("1f1b")
 COMPILED = [True, CPP_CALLS]

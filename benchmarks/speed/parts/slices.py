@@ -33,8 +33,8 @@ matrix product with 256 rows takes longer per row than one with 2,048 rows, and 
 slice.
 
 The last table shows the peak memory of the first rank during a step, divided by the memory that the forward of a whole
-microbatch leaves allocated. This measurement uses a small model, whose activations take more memory than everything
-else, and m = 4. The slices have different lengths, so that they take equally long. The first slices attend to the
+microbatch leaves allocated. This measurement uses m = 4, and a small model whose activations take more memory than
+everything else. The slices have different lengths, so that they take equally long. The first slices attend to the
 fewest tokens, so they are the longest. "Simulated" takes the lengths of the slices into account."""
 
 SLICES = 4, 6, 8
