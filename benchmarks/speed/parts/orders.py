@@ -137,7 +137,7 @@ def run(effort: Effort, progress: Progress) -> Section:
         tables.append(Table(f"p={p}, m={m}", ["schedule", "idle", "time", "activations"], cells))
         ours = min(time for name, (time, _) in rows.items() if name.startswith("pipeshard"))
         peer = min(time for name, (time, _) in rows.items() if name.startswith("torch"))
-        text = f"p={p}, m={m}: the fastest schedule of pipeshard takes {ours / peer:.3f} of the time of torch's fastest"
+        text = f"p={p}, m={m}: pipeshard's fastest schedule takes {ours / peer:.3f} times as long as torch's fastest"
         bars.append(Bar(f"{text} (target: at most 1)", effort.quick or ours <= peer))
         raw[f"{p},{m}"] = {name: time for name, (time, _) in rows.items()}
         progress.advance(task)
