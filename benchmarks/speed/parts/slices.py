@@ -87,7 +87,7 @@ def _memory(effort: Effort, progress: Progress) -> tuple[list[Table], list[Bar],
         simulated = most(split_backwards(sliced("1f1b", RANKS, MANY, k)), _shares(work, k))
         rows.append([contender.name, f"{kept:.2f}", f"{simulated:.2f}"])
         if k > 1:
-            text = f"{k} slices keep {kept:.2f} microbatches of activations (target: within 1/4 of {simulated:.2f})"
+            text = f"{k} slices keep the activations of {kept:.2f} microbatches (target: within 1/4 of {simulated:.2f})"
             bars.append(Bar(text, abs(kept - simulated) <= 0.25))
     title = f"memory of rank 0, {work}, {work.length} tokens"
     return [Table(title, ["contender", "peak (activations)", "simulated"], rows)], bars, outcomes
