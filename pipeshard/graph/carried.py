@@ -117,8 +117,8 @@ class _Record:
         return Kept(self.name, min(self.writers) if is_by_one else None)
 
     def look(self, call: int | None, is_through: bool) -> None:
-        """If the place has changed since the last look, record `call` as its last change. The writer is this call if
-        it has just ended (`is_through`), otherwise glue."""
+        """If the place has changed since the last look, record that it last changed at `call`. The writer is this call
+        if the call has just ended (`is_through`), otherwise glue."""
         if not self.place.has(self.held) or self.is_written:
             self._take()
             self.until = call

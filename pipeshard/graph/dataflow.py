@@ -150,8 +150,8 @@ class Dataflow:
     before the last call, or that differentiate unit results. `late_decisions` are lines of the forward with such a
     branch after the last call. `has_branches` is True if the forward or the criterion has such a branch after the last
     call. `consulted` are the leaves of the batch on which glue branches, or to which glue writes (`rewritten`). The
-    Dataflow is valid only for the traced values of the leaves `watched`, such as image sizes and masks that are used as
-    indices (in the criterion, only if code reads the size of the result). `glue_random` is True if glue may use random
+    Dataflow is valid only for the traced values of the leaves `watched`, such as image sizes and masks used as indices
+    (in the criterion, only masks for which code reads the result's size). `glue_random` is True if glue may use random
     numbers or the model has its own checkpoints, and `python_random` if any code uses `random` or numpy's generator.
     `tail` counts the flops of glue's operators on parameters after the last call. `touched` are the values that
     operators of glue received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only
@@ -234,8 +234,8 @@ class Dataflow:
         from_loss = self._trained(self.differentiated)
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
-        # Calls from which a tensor escaped untracked. If a call reads such a tensor, gradients may reach the results of
-        # the call that it escaped from. If the loss does, they may reach all results from the first (`sealed`) onwards.
+        # Calls from which a tensor escaped untracked. If a call reads it, gradients may reach all results of the call
+        # from which it escaped. If the loss does, they may reach all results from the first such call (`sealed`) on.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):

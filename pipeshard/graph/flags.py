@@ -47,10 +47,10 @@ class Flags:
     """Assigns a number to each state of a model's Python objects, or of another object (`beside`), such as a criterion.
 
     Changes that forwards themselves make (to counters, caches, and lists that they fill) do not count: `stepped` finds
-    these changes by comparing the state before and after a step. For another object, changed values of tensors (except
-    parameters) also count, even if the tensor was replaced. A float of such an object counts as changed only if its
-    `kind_of_number` changes, or if the float passes a number with which the code may compare it. So a criterion's
-    weights may be annealed.
+    these changes by comparing the state before and after a step. For another object, a changed value of a tensor
+    (except a parameter) also counts, even if the tensor was replaced. A float of such an object counts as changed only
+    if its `kind_of_number` changes, or if the float passes a number with which the code may compare it. So a
+    criterion's weights may be annealed.
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -184,7 +184,8 @@ def _is_alike(before: Any, now: Any) -> bool:
 
 def has_same_entries(before: Any, now: Any) -> bool:
     """Whether two collections are equal, such as the lists of active adapters that each call of peft's `set_adapter`
-    creates. Equal dicts have the same order, since a forward may call layers in this order."""
+    creates. Dicts are equal only if their entries have the same order, since a forward may call layers in this
+    order."""
     if type(before) is not type(now) or type(before) not in (list, tuple, dict) or len(before) != len(now):
         return False
     if isinstance(before, dict):

@@ -41,9 +41,9 @@ def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -
     names = sorted(places.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}") for leaf in foreign)
     return ConfigurationError(
         f"the loss trains tensors that the model does not contain ({listed(names, 3)}), but a pipeline trains only the "
-        "model's parameters. Make the module of these tensors a submodule of the model, compute the loss in the "
-        "model's forward, and pass the model's parameters to the optimizer. Or freeze these tensors with "
-        "requires_grad_(False)"
+        "model's parameters. To train these tensors, make the module that contains them a submodule of the model, "
+        "compute the loss in the model's forward, and pass the model's parameters to the optimizer. Otherwise, freeze "
+        "them with requires_grad_(False)"
     )
 
 
@@ -69,8 +69,8 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
     if graded:
         raise ConfigurationError(
             f"the forward trains {graded[0]}, which is not one of the model's parameters, so each rank has only its "
-            "own part of the gradient. Make this tensor an nn.Parameter of the model (or of an nn.ParameterList) and "
-            "pass it to the optimizer, or freeze it with requires_grad_(False)"
+            "own part of the gradient. Make this tensor an nn.Parameter of the model (or put it into an "
+            "nn.ParameterList) and pass it to the optimizer, or freeze it with requires_grad_(False)"
         )
 
 

@@ -7,7 +7,7 @@ from pipeshard.errors import TraceError, summary
 
 TRITON = (
     "A trace cannot run a Triton kernel between units, such as a fused loss: turn off these kernels "
-    "(Liger's with fused_linear_cross_entropy=False, cross_entropy=False). Kernels in layers may stay on"
+    "(in Liger, with fused_linear_cross_entropy=False and cross_entropy=False). Kernels inside layers may stay on"
 )
 PACKED = (
     "A recurrent layer returns a PackedSequence, whose lengths other stages do not have: write a module that takes and "
@@ -30,8 +30,9 @@ def _remedy(batch: Batch, error: Exception) -> str:
     unknown = str(error).partition("unexpected keyword argument '")[2].partition("'")[0]
     if isinstance(batch.data, dict) and unknown in batch.data:
         return (
-            f"To pass {unknown} only to the criterion, name it '{FOR_CRITERION}{unknown}'. If the forward takes the "
-            "whole dict as its argument, let the dataloader return (batch,), which the criterion also receives"
+            f"To pass {unknown} only to the criterion, rename it to '{FOR_CRITERION}{unknown}' in the batch. If the "
+            "forward takes the whole dict as its argument, let the dataloader return (batch,): the criterion also "
+            "receives this tuple"
         )
     shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
     return (

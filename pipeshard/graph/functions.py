@@ -64,8 +64,8 @@ class Memo(dict[int, Any]):
 
 
 def objects_within(values: Iterable[Any], known: Collection[int], kinds: Any = object) -> Iterator[Any]:
-    """Yield the `values` of these kinds and, recursively, the objects of these kinds inside them, except objects with
-    `known` ids."""
+    """Yield the `values` of the types `kinds` and, recursively, the objects of these types inside them, except objects
+    with `known` ids."""
     queue, seen = [*values], dict[int, Any]()
     while queue:
         one = queue.pop()

@@ -1,6 +1,6 @@
 """Indices: a check that indices are in range, before a kernel runs on a GPU.
 
-On a CPU, an operator raises an error for an index out of range. On a GPU, the operator's kernel leaves the CUDA context
+On a CPU, an operator raises an error for an index out of range. On a GPU, such an index leaves the CUDA context
 unusable. Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be
 out of range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU. The same
 applies to binary cross entropy, which only accepts probabilities.

@@ -413,8 +413,8 @@ def _refuse_generators(call: UnitCall, results: Sequence[tuple[Source, Sequence[
             place = format_path(source.place[1:])
             raise TraceError(
                 f"unit {call.unit} ({type(call.module).__name__}) "
-                f"{f'keeps a generator in {place}' if place else 'returns a generator'}, whose code runs after the "
-                f"unit: {'keep' if place else 'return'} a list of the items"
+                f"{f'keeps a generator in {place}' if place else 'returns a generator'}, but a generator's code "
+                f"runs only after the unit: {'keep' if place else 'return'} a list of the items instead"
             )
 
 

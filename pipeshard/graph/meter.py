@@ -123,8 +123,8 @@ class Work:
     tensors in bytes. The key of a tensor is the `Value` of a unit's result, or another key that is the same for all
     calls that save the tensor. A call's intermediate tensors share one key. `temporary` is the peak of the bytes that
     the backward allocates, including the gradients of the results, minus the bytes of `kept` that the backward has
-    freed. `waiting` is the number of bytes that W needs after its B: the inputs of matrix products with trained
-    parameters, and the gradients of these products.
+    freed. `waiting` is the number of bytes that stay allocated after B because W needs them: the inputs of matrix
+    products with trained parameters, and the gradients of these products.
     """
 
     flops: int

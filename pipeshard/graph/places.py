@@ -129,8 +129,8 @@ def format_path(path: PlacePath) -> str:
 
 
 def resolve(root: Any, path: Iterable[PathStep]) -> Any:
-    """The value at the end of a path that starts at `root`. Unit calls may be intercepted while the path is recorded,
-    but not while the path is resolved, or vice versa."""
+    """The value at the end of a path that starts at `root`. A path that was recorded while unit calls were intercepted
+    can be resolved while they are not intercepted, and vice versa."""
     for how, key in path:
         if how in ("attr", "class", "code"):
             root = getattr(root, key)

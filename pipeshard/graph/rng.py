@@ -195,8 +195,7 @@ def own_checkpoint() -> object:
 
 
 class CheckpointSpans:
-    """The first and the last unit call in each of the model's own non-reentrant checkpoints, which run these calls
-    again."""
+    """For each of the model's own non-reentrant checkpoints, the first and the last unit call that it recomputes."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
@@ -231,7 +230,7 @@ class Repeats:
     def __init__(self, randomness: Randomness) -> None:
         self.randomness = randomness
         self.stage = 0  # the stage whose forward or backward runs now
-        self.is_unknown = False  # whether another runtime runs the backwards of several stages in this process
+        self.is_unknown = False  # whether another runtime runs backward passes of several stages in this process
         self._kept: dict[tuple[int, str, bytes], Repeat] = {}
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
@@ -251,8 +250,8 @@ class Repeats:
         if self.is_unknown and graph_task() != -1:
             raise TraceError(
                 f"the model calls unit {unit} in its own torch.utils.checkpoint, but another runtime runs several "
-                "stages in this process, so the stage for which the backward recomputes the unit is unknown. Use one "
-                "stage per process, target=None or target='colossalai', or move the checkpoint into the unit"
+                "stages in this process, so the stage for which the backward recomputes the unit is unknown. Run one "
+                "stage per process, pass target=None or target='colossalai', or move the checkpoint into the unit"
             )
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 

@@ -24,7 +24,7 @@ Group = tuple[tuple[str, int], ...]  # axes of the same size: (path of the tenso
 class TensorSpec:
     """The shape and dtype of a tensor, and whether the tensor requires a gradient.
 
-    `slopes[d][g]` is the growth of dimension d per unit of axis group g.
+    `slopes[d][g]` is the increase of dimension d if the size of axis group g increases by 1.
     """
 
     shape: tuple[int, ...]
@@ -49,8 +49,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Count:
     """An integer that depends on the batch's sizes: an affine function of these sizes or, with `is_product`, a multiple
-    of the product of some of the sizes. `slopes[g]` is the growth of the integer per unit of axis group g while all
-    other groups have their traced sizes."""
+    of the product of some of the sizes. `slopes[g]` is the increase of the integer if the size of axis group g
+    increases by 1 and all other groups have their traced sizes."""
 
     value: int
     slopes: tuple[int, ...]

@@ -278,5 +278,6 @@ class Hooks:
         self._full = [entry for entry in self.recorded if entry[2]]
 
     def changed(self) -> Iterator[tuple[PlacePath, Any, Any]]:
-        """The dicts of hooks that have changed, each as (path, dict, recorded content). Fast if there are none."""
+        """The dicts of hooks that have changed, each as (path, dict, recorded content). Fast if the modules have no
+        hooks."""
         return (entry for entry in (self.recorded if any(self._empty) else self._full) if entry[1] != entry[2])

@@ -66,8 +66,8 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """State from an earlier forward in the place `name`. If only one unit call writes to the place, `writer` is the
-    number of this call."""
+    """State that an earlier forward left at the place `name`. If only one unit call writes to the place, `writer` is
+    the number of this call."""
 
     name: str
     writer: int | None = None

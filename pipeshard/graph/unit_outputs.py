@@ -45,8 +45,7 @@ UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 
 
 class Source(NamedTuple):
-    """The way in which a tree of values leaves a unit call. Without `module` and `place`, the tree is the unit's
-    result.
+    """The way in which a tree of values leaves a unit call. Without `module` or `place`, the tree is the unit's result.
 
     With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`.
     Forward hooks collect such results (attentions, router logits). With `place`, a path that starts at the unit or its
@@ -318,6 +317,6 @@ def _tell(unit: nn.Module, path: str, result: Any) -> None:
         if changed:
             raise TraceError(
                 f"the forward hook on {path} ({type(module).__name__}) returns a new output. Hooks on modules inside a "
-                f"unit ({type(unit).__name__}) may only read outputs, since stages without the unit call the hook, but "
+                f"unit ({type(unit).__name__}) may only read outputs, since stages without the unit run the hook, but "
                 "not the code that uses the output: change the output in the module's forward instead"
             )

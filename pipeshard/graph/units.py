@@ -42,8 +42,8 @@ class CutPoint(nn.Module):
         if _handling and "forward" not in self.__dict__:  # no Interception has replaced its forward
             raise TraceError(
                 "the model calls a CutPoint that is not one of its modules (is it in a plain list or dict?), so the "
-                "model cannot be cut there: make the CutPoint an attribute, or use an nn.ModuleList for several "
-                "CutPoints"
+                "model cannot be cut there: make the CutPoint an attribute of a module, or put several CutPoints into "
+                "an nn.ModuleList"
             )
         if not isinstance(value, Tensor) and not tree_tensors(value):
             raise UsageError(

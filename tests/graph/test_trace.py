@@ -439,7 +439,7 @@ def test_a_unit_that_leaves_a_generator_is_named(kind: str, does: str) -> None:
     """The error named neither the layer nor its class."""
     model = Glued()
     model.layers[2] = Yielding(kind)
-    with pytest.raises(TraceError, match=rf"unit layers\.2 \(Yielding\) {does}, whose code runs after the unit"):
+    with pytest.raises(TraceError, match=rf"unit layers\.2 \(Yielding\) {does}, but a generator's code runs only"):
         trace(model, batch())
 
 
