@@ -38,10 +38,11 @@ class PipelineModule(nn.Module):
         activation_checkpoint_func: must be None; pipeshard recomputes layers itself.
         loss_fn: a function `loss_fn(output, labels)` that returns a scalar. It is the criterion if `boost` receives no
             criterion. Batches are then `(inputs, labels)`, or `(inputs,)` without labels.
-        seed_layers: call `seed_fn(base_seed + k)`, by default torch.manual_seed, before layer k is built from a spec.
+        seed_layers: call `seed_fn(base_seed + k)` before layer k is built from a spec. The default `seed_fn` is
+            torch.manual_seed.
         partition_method: like `partition` of PipelinePlugin. A plugin's `partition` other than "auto" takes precedence.
-        activation_checkpoint_interval: if positive, each layer keeps only its input in a pipeline, and runs again in
-            the backward pass, unless the plugin's arguments select layers.
+        activation_checkpoint_interval: if positive, and if the plugin's arguments select no layers to recompute, each
+            layer in a pipeline keeps only its input, and runs again in the backward pass.
         checkpointable_layers: class names; with `activation_checkpoint_interval`, only layers of these classes run
             again.
         dynamic_shape: ignored, since every batch may have a different shape.
@@ -118,8 +119,8 @@ class PipelineModule(nn.Module):
         """
         if self._is_cut:
             raise UsageError(
-                "this model was split into stages, and lacks the layers of other ranks: call "
-                "pipeshard.to_sequential(model) for a model with all layers"
+                "this model was split into stages, so it lacks the layers of other ranks: call "
+                "pipeshard.to_sequential(model) to get a model with all layers"
             )
         for module in skeletons(self):
             build_layer(module, torch.initial_seed() % 2**63)
@@ -181,9 +182,9 @@ def _layer_entries(layers: Any) -> list[Any]:
         hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
         if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
             raise ConfigurationError(
-                f"the {type(layers).__name__} has {'hooks' if hooked else 'its own forward'}, which would not run, "
-                "because PipelineModule runs only its members, as layers. Put this module into a list to make it one "
-                "layer: PipelineModule([module])"
+                f"the {type(layers).__name__} has {'hooks' if hooked else 'its own forward'}, which would not run: "
+                "PipelineModule would run only the members of this module, as layers. Put the module into a list to "
+                "make it one layer: PipelineModule([module])"
             )
     iterable = isinstance(layers, Iterable) and not isinstance(layers, str | Mapping | nn.ModuleDict | Tensor)
     entries = list(layers) if iterable else []
@@ -218,10 +219,13 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None, owner: nn.Mod
         return entry
     if isinstance(entry, type) and issubclass(entry, nn.Module):
         name = entry.__name__
-        raise ConfigurationError(f"layer {place} is the class {name}: pass LayerSpec({name}, ...) or {name}(...)")
+        raise ConfigurationError(
+            f"layer {place} is the class {name}, not an instance: pass LayerSpec({name}, ...) or {name}(...)"
+        )
     if not callable(entry):
         raise ConfigurationError(
-            f"layer {place} has type {type(entry).__name__}: pass a module, a LayerSpec, or a function of one argument"
+            f"layer {place} has type {type(entry).__name__}, which is not callable: pass a module, a LayerSpec, or a "
+            "function of one argument"
         )
     return Function(entry, place, owner=owner)
 

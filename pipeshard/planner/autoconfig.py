@@ -101,9 +101,9 @@ def layouts(
         tried = ", ".join(f"{ranks // p} with pp_size={p}" for p in stages)
         raise ConfigurationError(
             f"{sizes['ranks']} ranks cannot train with pp_size={most} or less: {microbatches}, the number of "
-            f"microbatches of a step (global_batch={global_batch}, microbatch_size={microbatch_size}), is not "
-            f"divisible by the number of replicas ({tried}). Choose a global_batch whose number of microbatches is "
-            "divisible by one of these numbers of replicas, or a different number of ranks"
+            f"microbatches in a step (global_batch={global_batch}, microbatch_size={microbatch_size}), is not "
+            f"divisible by any possible number of replicas ({tried}). Choose a global_batch whose number of "
+            "microbatches is divisible by one of these numbers, or a different number of ranks"
         )
     return [Layout(p, ranks // p, global_batch, microbatch_size, tp_size=tp_size) for p in legal]
 
@@ -194,7 +194,7 @@ class AutoConfig(Layout):
             link: one link between any two ranks, or a list of links, one from each rank to the next.
 
         Raises ConfigurationError if no layout is legal, PartitionError if the model cannot be cut for any layout or no
-        layout fits in `device_memory`, and otherwise the errors of `pipeshard.plan`.
+        layout fits in `device_memory`, and the other errors of `pipeshard.plan`.
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         legal = layouts(ranks, global_batch, microbatch_size, pp_size, tp_size)
@@ -257,7 +257,7 @@ def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
         rank = excess.index(max(excess))
         raise PartitionError(
             f"no layout of {counted(layout.ranks, 'rank')} fits in device_memory={devices.limits}: the "
-            f"closest layout, pp_size={layout.pp_size}, microbatch_size={layout.microbatch_size}, {estimate.name}, "
+            f"closest layout (pp_size={layout.pp_size}, microbatch_size={layout.microbatch_size}, {estimate.name}) "
             f"needs {format_bytes(estimate.memory[rank].total)} on rank {rank} of a pipeline. Possible remedies: "
             f"{REMEDIES}"
         )

@@ -282,7 +282,7 @@ class Subject:
 
 
 class Candidate:
-    """The model cut into the stages of `program`.
+    """The model, cut into the stages of `program`.
 
     If a rank would exceed its limit, a partition given as a rule, such as "auto", is replaced with a partition that
     fits, if one is found. `moved` is then True. Raises PartitionError if the model cannot be cut.

@@ -178,7 +178,7 @@ def _speed(value: Any) -> float:
 def _links(given: Any, ranks: int) -> tuple[Link, ...]:
     links = tuple(map(Link.parse, given if isinstance(given, list | tuple) else [given]))
     if len(links) not in (1, ranks - 1):
-        several = f", or {ranks - 1}, one from each rank to the next" if ranks > 2 else ""
+        several = f", or {ranks - 1} links, one from each rank to the next" if ranks > 2 else ""
         raise ConfigurationError(
             f"link has {len(links)} links for {counted(ranks, 'rank')}: pass one link for all ranks{several}"
         )

@@ -141,11 +141,11 @@ class Training:
 
     With `precision` "bf16" or "fp16", parameters are 16-bit. Gradients, master weights and states (except 8-bit
     states) are fp32. `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards
-    the states and the master weights (with "fp32", the parameters themselves). Within a step, unsharded parameters and
-    gradients exist in addition. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, and parameters
-    of experts across `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the activations of at most
-    two microbatches on its device. With "optimizer" or "both", the states, the fp32 master weights, and copies of the
-    gradients are on the host.
+    the states and the master weights (with "fp32", the parameters themselves). Within a step, a rank also holds the
+    unsharded parameters and gradients. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, and
+    parameters of experts across `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the activations
+    of at most two microbatches on its device. With "optimizer" or "both", the states, the fp32 master weights, and
+    copies of the gradients are on the host.
 
     Raises ConfigurationError for an unknown optimizer, and for arguments that the plugin would refuse.
     """

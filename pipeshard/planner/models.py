@@ -51,8 +51,8 @@ def build_on_meta(
 
     `fields` are config fields as `key=value`, with values in JSON or plain text. `dtype` is "bf16", "fp16" or "fp32".
     The default is the config's dtype or, if the config has none, `otherwise()`. A positive `lora` is the rank of
-    adapters on the layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers. Only the adapters
-    are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the
+    adapters on the layers that `lora_targets` names ("q_proj,v_proj"), by default on all linear layers. Only the
+    adapters are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the
     `quantization_config` of `from_pretrained`. With `as_saved`, weights that the folder stores in 4 or 8 bits are also
     quantized; otherwise, the folder's quantization is ignored. With `trust_remote_code`, code in the folder is
     executed. `options` are further options of from_pretrained. Unknown options are ignored.
@@ -163,7 +163,8 @@ def _config(source: str, fields: dict[str, Any], trust_remote_code: bool, option
 
 
 def _reads(config: Any, key: str) -> bool:
-    """Whether the model's code reads this config field. A config may lack such a field: Qwen3-MoE reads head_dim."""
+    """Whether the model's code reads this config field. A config may lack a field that the code reads, such as head_dim
+    of Qwen3-MoE."""
     code = inspect.getsource(sys.modules[_class_of(config).__module__])
     return re.search(rf"""config\.{key}\b|["']{key}["']""", code) is not None
 

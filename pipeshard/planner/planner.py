@@ -91,11 +91,11 @@ def plan(
     device_speed: str | Sequence[float] | None = None,
 ) -> Plan:
     """Estimate how `model` would train on `pp_size` ranks with each schedule, and recommend a schedule. Only shapes are
-    computed, so `plan` needs no process group and no GPU. `model` may be any model that `pipeshard.trace` accepts, also
-    on meta. `batch` must have the sizes of the training batches. As in the plugin, pass either `num_microbatches` or
-    `microbatch_size` to split the batch. Without a batch, the plan is for `num_microbatches` microbatches of
-    `microbatch_size` samples (by default 1) with `seq_len` tokens each (by default as many as the model accepts, at
-    most 2048).
+    computed, so `plan` needs no process group and no GPU. `model` may be any model that `pipeshard.trace` accepts,
+    including a model on meta. `batch` must have the sizes of the training batches. As in the plugin, pass either
+    `num_microbatches` or `microbatch_size` to split the batch. Without a batch, the plan is for `num_microbatches`
+    microbatches of `microbatch_size` samples (by default 1) with `seq_len` tokens each (by default as many as the model
+    accepts, at most 2048).
 
     Args:
         schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended schedule.
@@ -133,7 +133,7 @@ def plan(
             `partition="speed:1.0,0.6"`, or 1 for any other partition.
 
     Raises PartitionError if the requested schedule (by default, every schedule) is impossible or needs more than
-    `device_memory`, ConfigurationError for invalid arguments, BatchError for an invalid batch or if none can be
+    `device_memory`, ConfigurationError for invalid arguments, BatchError for an invalid batch or if no batch can be
     generated, UsageError if the model returns no loss, and TraceError if the model cannot be traced.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
@@ -306,8 +306,8 @@ def study(
 
 
 def own_costs(model: nn.Module, flow: Dataflow, policy: type[Policy], costs: Sequence[Cost]) -> list[Cost]:
-    """Scale these costs to the proportions between the calls that the policy's own `costs` returns. The sum of all
-    costs, and the proportions of F, B and W within a call, do not change."""
+    """Scale these costs so that the calls have the proportions of the policy's own `costs`. The sum of all costs, and
+    the proportions of F, B and W within a call, do not change."""
     whole = type(policy.__name__, (policy,), {"distribute_layers": Policy.distribute_layers})
     own = whole(model, flow, 0, 1, costs=[sum(cost) for cost in costs]).costs()
     total = sum(map(sum, costs)) / (sum(own) or 1.0)
@@ -333,7 +333,7 @@ def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
-    """The model cut for this schedule, or an Estimate whose `problem` is the reason why the model cannot be cut."""
+    """The model, cut for this schedule, or an Estimate whose `problem` is the reason why the model cannot be cut."""
     try:
         return Candidate(subject, subject.training.config(name, p, m, v).program(m), v)
     except PartitionError as error:
@@ -362,8 +362,7 @@ def first_microbatch(
         return read_batch(model, dummy_inputs(model, microbatch_size or 1, length)), num_microbatches
     if seq_len is not None:
         raise ConfigurationError(
-            f"seq_len={seq_len} is the length of a generated batch, but a batch was passed: omit seq_len, or pass a "
-            "batch of this length"
+            f"seq_len={seq_len} is the length of a generated batch, but a batch was passed: omit one of the two"
         )
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigurationError(

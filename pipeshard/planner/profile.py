@@ -226,9 +226,10 @@ def profile_units(
 
     Each kind of unit runs alone in training mode, forward and backward, three times to warm up and `repeats` times for
     the median. Floating-point inputs that depend on results of other units are random values of the same shapes.
-    The model computes masks and positions. Parameters that are not on `device` are also random. If a unit fails
-    on these values, its time is estimated from the times of the other units, with a warning. Only one unit is on the
-    device at a time. The time of the last call includes the loss, which the model or `criterion` computes.
+    Masks and positions have the values that the model computes. Parameters that are not on `device` are also random. If
+    a unit fails on these values, `profile_units` warns, and estimates the unit's time from the times of the other
+    units. Only one unit is on the device at a time. The time of the last call includes the loss, which the model or
+    `criterion` computes.
 
     Raises ConfigurationError if the unit calls for the batch differ from the calls in `flow`, and UsageError if no unit
     could be timed.
@@ -332,8 +333,8 @@ def measured_costs(
     on all ranks of `group`.
 
     `partition` is "profile" or "profile:PATH". If PATH exists, all ranks read this file. Otherwise, all ranks measure
-    the times, and the first rank writes its own to PATH, if given. `cut` is the number of microbatches in `batch` and
-    the number of samples in each microbatch. One of the two is None. Raises the errors of `find_profile`.
+    the times, and the first rank writes its own times to PATH, if PATH is given. `cut` is the number of microbatches in
+    `batch` and the number of samples in each microbatch. One of the two is None. Raises the errors of `find_profile`.
     """
     file = partition.partition(":")[2]
     profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)

@@ -72,7 +72,7 @@ def lower_right(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: dict[str, Any]) -> bool:
-    """Whether this call is ordinary causal attention from a slice after the first one to itself and all earlier
+    """Whether this call is ordinary causal attention from a slice, other than the first, to itself and all earlier
     positions."""
     if kw.get("dropout") or any(kw.get(name) is not None for name in ("position_bias", "softcap", "cache")):
         return False

@@ -34,8 +34,8 @@ LEAST = 2  # a slice has at least this many positions: for one position, layers 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
     """Return the lengths of n slices that together have `total` positions and take approximately equal times. Position
-    k takes a time of 1 + slope * k, since it attends to k earlier positions. A short sequence has fewer than n
-    slices."""
+    k takes a time of 1 + slope * k, since it attends to k earlier positions. A short sequence is split into fewer than
+    n slices."""
     n = max(1, min(n, total // LEAST))
 
     def work(end: float) -> float:
@@ -102,8 +102,8 @@ def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: i
 def _refuse_packed(batch: Batch, is_flash: bool) -> None:
     """Raise BatchError for a sample with several documents: with a cache, position ids do not separate documents, and
     slices receive no boundaries. With a mask, position ids that restart are accepted, since they do not separate
-    documents without a cache either. The exception is flash attention with one row, which separates documents before
-    the first padding."""
+    documents without a cache either. The exception is flash attention on a batch of one row, which separates documents
+    up to the first padding."""
     positions, mask = batch.tensors.get(POSITIONS), batch.tensors.get(MASK)
     whole = [row * sequence_of(batch) for row in range(batch.rows + 1)]
     for path, leaf in batch.tensors.items():
@@ -147,8 +147,8 @@ def _num_labels(batch: Batch, start: int, end: int) -> int:
 
 def with_padding(batch: Batch, token: int | None) -> Batch:
     """A copy of the batch in which a quarter of the positions of every other sample are padding with ignored labels,
-    alternately on the left and on the right. The padding begins on the right if no label would remain otherwise, since
-    the mean loss of no labels is NaN."""
+    alternately on the left and on the right. The first of these samples is padded on the right if no label would remain
+    otherwise, since the mean loss of no labels is NaN."""
     total = sequence_of(batch)
     count = max(1, total // 4)
     left, right = slice(0, count), slice(total - count, total)

@@ -2,9 +2,9 @@
 
     slice 0          slice 1              slice 2
     append k0 ----.  append k1 ------.    append k2 ---.
-    reads  k0     '->reads  k0 k1    '--> reads k0 k1 k2       forwards, from the first to the last
+    reads  k0     '->reads  k0 k1    '--> reads k0 k1 k2       forward passes, from the first slice to the last
            ^                ^  ^                  ^  ^  ^
-           g0+              g0+ g1+               g0 g1 g2     backwards, from the last to the first
+           g0+              g0+ g1+               g0 g1 g2     backward passes, from the last slice to the first
 
 Every slice has its own autograd graph. A buffer sums the gradients of k0 that slices 1 and 2 compute, and the backward
 of slice 0 starts with this sum.
