@@ -11,8 +11,8 @@ TRITON = (
 )
 PACKED = (
     "A recurrent layer returns a PackedSequence, whose lengths other stages do not have: write a module that takes and "
-    "returns padded tensors, and calls pack_padded_sequence, the recurrent layer and "
-    "pad_packed_sequence(..., total_length=x.shape[1]) in its forward"
+    "returns padded tensors, and whose forward calls pack_padded_sequence, the recurrent layer and "
+    "pad_packed_sequence(..., total_length=x.shape[1])"
 )
 
 

@@ -34,7 +34,7 @@ class Lone(DispatchMode):
                 f"{where()} waits for all ranks ({func.name()}), but in a pipeline some ranks may not run this line: "
                 "each layer runs on its own stage, and the loss on the last stage. Remove the collective: pipeshard "
                 "combines the losses of microbatches and replicas itself, and a criterion may return (sum, count) to "
-                "divide by a count over all of them. Or use one stage (pp_size=1)"
+                "divide by the total count. Otherwise, use one stage (pp_size=1)"
             )
         return func(*args, **kwargs)
 

@@ -77,7 +77,7 @@ class Readers:
 
     def _observed_in_objects(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
         """The places with plain values in objects that several units reach, if a unit's code may write to the place and
-        other code mentions it."""
+        other code mentions the place."""
         units = {call.unit: settings[call.unit] for call in calls}
         layers = nn.ModuleList(own.root for own in units.values())
         stored, named = (

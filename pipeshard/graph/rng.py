@@ -70,7 +70,7 @@ class Randomness:
         self._key = (*self._key[:2], self._first + i, *self._key[3:])
 
     def at(self, place: int) -> Callable[[], None]:
-        """Seed the generators for the position `place`, and return a function that seeds them again."""
+        """Seed the generators for the position `place`, and return a function that seeds them again in the same way."""
         number = _number(struct.pack(f"<{len(self._key) + 1}q", *self._key, place))
         _seed(self.generators, number, self.python)
         return partial(_seed, self.generators, number, self.python)

@@ -268,8 +268,8 @@ def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> It
 
 
 class Hooks:
-    """The hooks of some modules, given with their paths, recorded on creation. A Snapshot walks the hooks, but does not
-    compare the dicts that contain the hooks, since the keys of these dicts are ids of handles."""
+    """The hooks that `modules`, given as (path, module), have when this object is created. A Snapshot walks the hooks,
+    but does not compare the dicts that contain the hooks, since the keys of these dicts are ids of handles."""
 
     def __init__(self, modules: Iterable[tuple[PlacePath, nn.Module]], names: Iterable[str] = CALLED_HOOKS) -> None:
         held = ((path, name, module.__dict__.get(name)) for path, module in modules for name in names)

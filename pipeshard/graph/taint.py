@@ -2,8 +2,8 @@
 
 Autograd's graph shows the dependencies of floating-point results. It shows neither the dependencies of integers and
 masks, nor dependencies through writes under no_grad or through `data`, nor the values on which Python has branched. So
-a dispatch mode propagates tags from the inputs of each operator to the outputs. Each storage has its tags, so a view
-has the tags of its base.
+a dispatch mode propagates tags from the inputs of each operator to the outputs. Tags belong to storages, so a view has
+the tags of its base.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

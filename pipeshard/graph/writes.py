@@ -33,7 +33,8 @@ class Noted(NamedTuple):
 
 
 def count_reads(tensor: Tensor) -> int:
-    """Count the uses of this tensor's `data`, if they are not counted yet. Returns the number of uses so far."""
+    """Start to count the uses of this tensor's `data`, unless they are already counted. Returns the number of uses so
+    far."""
     number: int = vars(tensor).setdefault(READS, 0)
     return number
 

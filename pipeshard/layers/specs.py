@@ -30,8 +30,8 @@ class LayerSpec:
         if built := next((module for module in modules if module is typename or module.state_dict()), None):
             raise UsageError(
                 f"LayerSpec got an instance of {type(built).__name__}, but LayerSpec builds the whole layer itself, on "
-                "the rank that holds the layer: pass a class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the "
-                "layer directly into the list of layers, as a module"
+                "the rank that holds the layer: pass a class and its arguments, as in LayerSpec(nn.Linear, 8, 8), or "
+                "put the layer directly into the list of layers, as a module"
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
         self.builds = 0

@@ -25,8 +25,8 @@ class Layout:
     `global_batch` samples per step.
 
     Layouts with the same `global_batch` and `microbatch_size` have the same microbatches in a step, since no microbatch
-    is split between replicas. Therefore, their losses and gradients are the same sums up to the order of the terms, and
-    dropout uses the same masks.
+    is split between replicas. Therefore, the losses and gradients of these layouts are the same sums up to the order of
+    the terms, and dropout uses the same masks.
     """
 
     pp_size: int

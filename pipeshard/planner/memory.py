@@ -60,7 +60,7 @@ def check_positive(**sizes: Any) -> None:
             raise ConfigurationError(f"{name} must be a positive integer, got {size!r}")
 
 
-# States per parameter, each as large as its gradient.
+# States per parameter, each as large as the parameter's gradient.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "adamw_fused": 2, "sgd": 1, "none": 0}
 WITH_ROOTS = ("adamw", "adam")  # optimizers that compute the square roots of all second moments together, on a GPU
 OF_TRAINER = "trainer_"  # prefix of optimizers for which a Trainer keeps the states of embeddings in fp32

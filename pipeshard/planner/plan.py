@@ -45,12 +45,13 @@ def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
 class StagePlan:
     """The plan of one stage. If ranks have several chunks, each chunk is a stage.
 
-    `units` abbreviates the names of the stage's `calls` unit calls. `parameters` is the number of elements of its
-    parameters. `forward`, `backward` and `weight` are the times of F, B and W of one microbatch. In a schedule without
-    W, a B takes `backward` + `weight`. `memory` is the stage's part of its rank's peak, at which `alive` microbatches
-    keep `kept` bytes each. A parameter that an earlier stage of the rank also holds counts only in the earlier stage.
-    `enters` are the values that the stage receives from the previous stage, in a message of `received` bytes. The stage
-    sends back `returned` bytes of gradients. `received` and `returned` are 0 if the previous stage is on the same rank.
+    `units` abbreviates the names of the stage's `calls` unit calls. `parameters` is the number of elements of the
+    stage's parameters. `forward`, `backward` and `weight` are the times of F, B and W of one microbatch. In a schedule
+    without W, a B takes `backward` + `weight`. `memory` is the stage's part of its rank's peak, at which `alive`
+    microbatches keep `kept` bytes each. A parameter that an earlier stage of the rank also holds counts only in the
+    earlier stage. `enters` are the values that the stage receives from the previous stage, in a message of `received`
+    bytes. The stage sends back `returned` bytes of gradients. `received` and `returned` are 0 if the previous stage is
+    on the same rank.
     """
 
     stage: int

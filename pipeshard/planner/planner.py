@@ -362,7 +362,7 @@ def first_microbatch(
         return read_batch(model, dummy_inputs(model, microbatch_size or 1, length)), num_microbatches
     if seq_len is not None:
         raise ConfigurationError(
-            f"seq_len={seq_len} is the length of a generated batch, but a batch was passed: omit one of the two"
+            f"seq_len={seq_len} is the length of a generated batch, but a batch was passed: omit seq_len or the batch"
         )
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigurationError(
