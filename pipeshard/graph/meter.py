@@ -121,10 +121,10 @@ class Work:
     that reads several parameters count for the largest parameter (the weight, not the bias). `kept` maps the keys of
     the tensors that autograd saves for the backward, except parameters and leaves of the batch, to the sizes of these
     tensors in bytes. The key of a tensor is the `Value` of a unit's result, or another key that is the same for all
-    calls that save the tensor. A call's intermediate tensors share one key. `temporary` is the peak of the bytes that
-    the backward allocates, including the gradients of the results, minus the bytes of `kept` that the backward has
-    freed. `waiting` is the number of bytes that stay allocated after B because W needs them: the inputs of matrix
-    products with trained parameters, and the gradients of these products.
+    calls that save the tensor. A call's intermediate tensors share one key. `temporary` is the peak, during the
+    backward, of the bytes that the backward has allocated (including the gradients of the results) minus the bytes of
+    `kept` that it has freed. `waiting` is the number of bytes that stay allocated after B because W needs them: the
+    inputs of matrix products with trained parameters, and the gradients of these products.
     """
 
     flops: int

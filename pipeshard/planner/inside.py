@@ -116,8 +116,8 @@ def _openings(model: nn.Module, flow: Dataflow) -> list[str]:
 
 
 def _first_child(name: str, unit: nn.Module) -> str:
-    """The name of the first child with parameters if `unit` has several such children, the result for the only such
-    child if `unit` has one, and "" if `unit` has none."""
+    """If `unit` has several children with parameters, the name of the first of these children. If it has only one, the
+    result for this child. If it has none, ""."""
     children = [each for each in unit.named_children() if next(each[1].parameters(), None) is not None]
     if not children:
         return ""

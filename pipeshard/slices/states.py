@@ -23,7 +23,7 @@ from pipeshard.errors import TraceError, counted
 
 class Left(NamedTuple):
     """A state that a slice has passed to later slices: the root of the state's autograd graph, and a function that
-    returns the gradient from later slices, or None if there is none."""
+    returns the gradient from later slices, or None if no later slice has computed a gradient."""
 
     edge: GradientEdge
     gradient: Callable[[], Tensor | None]
