@@ -69,7 +69,7 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
     if graded:
         raise ConfigurationError(
             f"the forward trains {graded[0]}, which is not one of the model's parameters, so each rank has only its "
-            "own part of the gradient. Make this tensor an nn.Parameter of the model (or put it into an "
+            "own part of the gradient. Make this tensor an nn.Parameter of the model (directly, or in an "
             "nn.ParameterList) and pass it to the optimizer, or freeze it with requires_grad_(False)"
         )
 

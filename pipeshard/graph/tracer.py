@@ -321,8 +321,7 @@ class Reading(TorchFunctionMode):
     unit results in glue, since each stage has only a part of the graph (in a trace, these gradients are zeros). Range
     checks of `one_hot` are not decisions. Hooks on gradients and reads of sizes that depend on values of the batch are
     also reported. Raises RuntimeError if autocast would cast inside a unit on meta, since autocast does not cast meta
-    tensors. Reading the address of a meta tensor (0) also raises RuntimeError, since a kernel would access memory
-    there.
+    tensors. Reading a meta tensor's address (0) also raises RuntimeError, since a kernel would access memory there.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)

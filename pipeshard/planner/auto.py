@@ -177,8 +177,8 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
 
 
 def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
-    """Search for the fastest program of m microbatches that fits in the memory of each rank. Returns the model, cut for
-    this program, and the program's schedule, or None if no such program was found. The program was simulated, so it is
+    """Search for the fastest program of m microbatches that fits in the memory of each rank. Returns the program's
+    Candidate (the cut model) and schedule, or None if no such program was found. The program was simulated, so it is
     free of deadlocks."""
     found, most = list[Found](), math.inf
     for placement in placements(p):

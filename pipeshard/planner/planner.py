@@ -333,7 +333,7 @@ def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
-    """The model, cut for this schedule, or an Estimate whose `problem` is the reason why the model cannot be cut."""
+    """The Candidate for this schedule, or an Estimate whose `problem` is the reason why the model cannot be cut."""
     try:
         return Candidate(subject, subject.training.config(name, p, m, v).program(m), v)
     except PartitionError as error:
