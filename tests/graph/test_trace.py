@@ -462,7 +462,7 @@ def test_keys_that_the_forward_does_not_take_are_named(make: type[nn.Module], un
     users of their own modules try first."""
     remedy = (
         rf"unexpected keyword argument '{unknown}'.*To pass {unknown} only to the criterion, "
-        rf"name it 'criterion\.{unknown}'\. .*let the dataloader return \(batch,\)"
+        rf"rename it to 'criterion\.{unknown}' in the batch\. .*let the dataloader return \(batch,\)"
     )
     with pytest.raises(TraceError, match=remedy):
         trace(make(), {**batch(), "weights": torch.ones(2)})
