@@ -39,8 +39,8 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     if unknown := unused.keys() & options.keys():
         remedy = RESIZED_HEAD if "ignore_mismatched_sizes" in unknown else ""
         raise ConfigurationError(
-            f"{type(config).__name__} has no {', '.join(sorted(unknown))}: besides its own options, from_pretrained "
-            f"accepts only fields of the config{remedy}"
+            f"{type(config).__name__} has no {', '.join(sorted(unknown))}: from_pretrained accepts only its own "
+            f"options and fields of the config{remedy}"
         )
     config.name_or_path = config.name_or_path or str(path)  # AutoConfig sets it; Trainers load the tokenizer from there
     quantization = quantization_of(config, path, quantization)

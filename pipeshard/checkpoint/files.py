@@ -69,7 +69,7 @@ def refuse_differing_folders(what: str, folder: Path, group: dist.ProcessGroup) 
     """Raise UsageError, on every rank, if `folder` differs between ranks. `what` names the folder in the message."""
     if apart := differing_folders(folder, group):
         raise UsageError(
-            f"{what} differs between ranks: {apart}. Pass the same folder on every rank: if its path contains the "
+            f"{what} differs between ranks: {apart}. Pass the same folder on every rank. If its path contains the "
             "time, compute the path on one rank, and broadcast it"
         )
 
@@ -118,11 +118,11 @@ ALL = "*"  # the pattern `own` for a folder in which all files belong to saves
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str = ALL) -> AbstractContextManager[Path]:
     """Context manager that yields an empty folder shared by all ranks. On exit, this folder replaces `target`.
 
-    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. (If the file
-    system has no hard links, kept entries are missing while they are moved.) `mark` is passed to `make_way`. Files
-    whose names match the pattern `own` belong to saves, and are removed with the previous folder. Other entries of the
-    previous folder are kept, unless the new folder has an entry of the same name. If `target` is a link, the folder
-    that the link points to is replaced.
+    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is
+    passed to `make_way`. Files whose names match the pattern `own` belong to saves, and are removed with the previous
+    folder. Other entries of the previous folder are kept, unless the new folder has an entry of the same name. (If the
+    file system has no hard links, a kept entry is missing from `target` until it has been moved.) If `target` is a
+    link, the folder that the link points to is replaced.
     """
     target = _without_links(target)
     return _written_folder(
@@ -278,7 +278,7 @@ def hidden(target: Path, what: str) -> Path:
 
 
 logger = logging.getLogger("pipeshard")
-# in seconds: the interval between heartbeats of a background save, and the silence after which it counts as killed
+# In seconds: the interval between heartbeats of a background save, and the silence after which a save counts as killed
 BEAT, SILENT = 1.0, 8.0
 
 

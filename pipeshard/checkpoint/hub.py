@@ -12,8 +12,7 @@ from pipeshard.errors import CheckpointError, ConfigurationError
 
 def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> Path:
     """Return `path` if it is a folder, otherwise the cached folder of the Hub model with this name. If `options`
-    contains `subfolder`, return that subfolder of the folder. Options that select the folder are removed from
-    `options`.
+    contains `subfolder`, return this subfolder instead. Options that select the folder are removed from `options`.
 
     Raises CheckpointError if the model's weights are not in the cache, and ConfigurationError for `force_download` and
     `code_revision`, which only affect a download.
@@ -21,8 +20,8 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
     for name in ("force_download", "code_revision"):
         if options.pop(name, None):
             raise ConfigurationError(
-                f"{name} has no effect, since from_pretrained only reads files that are already on this machine: omit "
-                "it, download the model with huggingface_hub.snapshot_download, and pass the folder that it returns"
+                f"{name} has no effect, since from_pretrained only reads files that are already on this machine. Omit "
+                f"{name}, download the model with huggingface_hub.snapshot_download, and pass the returned folder"
             )
     inner = options.pop("subfolder", None) or ""
     on_hub = {name: value for name in ("revision", "cache_dir") if (value := options.pop(name, None)) is not None}

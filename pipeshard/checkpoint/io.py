@@ -62,8 +62,9 @@ class PipelineCheckpointIO:
         """Write the model to a folder (`shard=True`) or a file.
 
         The folder contains safetensors shards of at most `size_per_shard` MB, their index and the configs.
-        `AutoModel.from_pretrained(checkpoint)` loads the folder. A file has the format of `torch.save` if its name ends
-        in .pt, .pth or .bin, otherwise safetensors. (`use_safetensors=False`, Booster's default, has no effect.)
+        `AutoModel.from_pretrained(checkpoint)` loads the folder. A file whose name ends in .pt, .pth or .bin has the
+        format of `torch.save`. Other files are in the safetensors format. (`use_safetensors=False`, Booster's default,
+        has no effect.)
         In safetensors, a tensor to which the architecture ties several names is stored once.
 
         With `use_async=True`, a copy of the weights is written while training continues. The next save waits for this
@@ -93,8 +94,8 @@ class PipelineCheckpointIO:
             return
         if (suffix := Path(checkpoint).suffix) in PICKLED and use_safetensors:
             raise CheckpointError(
-                f"use_safetensors=True, but a file named {checkpoint} is loaded with torch.load: use the suffix "
-                f".safetensors instead of {suffix}"
+                f"use_safetensors=True contradicts the name {checkpoint}, since a {suffix} file has the format of "
+                "torch.save: use the suffix .safetensors instead"
             )
         self._save(boosted, use_async, lambda tensors: FileSave.plan(boosted, tensors, Path(checkpoint), use_async))
 
@@ -253,8 +254,8 @@ def refuse_unwrapped_adapters(model: nn.Module) -> None:
     `from_pretrained` would initialize these layers randomly."""
     if isinstance(model, PreTrainedModel) and has_adapters(model):
         raise CheckpointError(
-            f"this {type(model).__name__} has adapters without a PeftModel (from model.add_adapter, or a folder of "
-            "adapters that from_pretrained loaded), which stages cannot save. Before boost, add them with "
+            f"this {type(model).__name__} has adapters, but is not a PeftModel (model.add_adapter added the adapters, "
+            "or from_pretrained loaded them), so stages cannot save it. Before boost, add the adapters with "
             "booster.enable_lora(model, lora_config=...), or load them with booster.enable_lora(base, "
             "pretrained_dir=...). To save this model's adapters, call pipeshard.to_sequential(model, rank=0) on every "
             "rank, and then save_pretrained on the model that it returns on rank 0"

@@ -66,7 +66,7 @@ class Piece:
 
 
 class Conversion:
-    """The mapping from a checkpoint's keys to `model`: `pieces` by the name of their target, and the `unexpected` keys.
+    """The mapping from a checkpoint's keys to `model`: `pieces` by the name of their target, and `unexpected` keys.
 
     `transforms` lists the transformations in use. `revert` applies their inverses, as `save_pretrained` does.
     """
@@ -346,7 +346,7 @@ class _Plan:
             tensor.nbytes for _, of_names in pieces for tensors in of_names.values() for tensor in tensors.values()
         )
         disable = None if show else True
-        trim()  # returns the memory of the proof, the trace and other stages' tensors to the system
+        trim()  # returns memory of the verification, the trace and other stages' tensors to the system
         with tqdm(total=total, desc="loading stage 0", unit="B", unit_scale=True, disable=disable) as bar:
             for piece, of_names in pieces:
                 in_rows = self._is_packed_in_rows(piece, of_names)
@@ -355,7 +355,7 @@ class _Plan:
                 except OSError as error:
                     key = piece.sources[0][0]
                     raise CheckpointError(
-                        f"{self.source.path}: {key} cannot be read ({error}): check the disk, then try again"
+                        f"{key} cannot be read from {self.source.path} ({error}): check the disk, then try again"
                     ) from error
                 for name in list(made):
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
@@ -363,8 +363,8 @@ class _Plan:
                     trim()  # returns the memory of the quantization's temporary tensors
 
     def _is_packed_in_rows(self, piece: Piece, of_names: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether the rows of a piece can be read in parts, because the piece needs no conversion and is quantized when
-        it is loaded."""
+        """Whether a piece can be read a few rows at a time: it needs no conversion, and is quantized when it is
+        loaded."""
         full = {full for tensors in of_names.values() for full in tensors}
         return piece.transform is None and full <= self.packed.keys() - self.scales.keys()
 
@@ -400,7 +400,7 @@ class _Plan:
             weight.loaded_as = value.dtype
         if name in self.scales:
             scales = {end: self.source.read(key).to(target.device) for end, key in self.scales[name].items()}
-            refused = f"{self.source.path}: the quantized {name} cannot be read"
+            refused = f"the quantized {name} in {self.source.path} cannot be read"
             with explained(lambda error: CheckpointError(f"{refused}: {summary(error)}. Save the checkpoint again")):
                 self.packed[name].restore(value.to(target.device), scales)
         elif name in self.packed:

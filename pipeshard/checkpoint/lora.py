@@ -159,7 +159,7 @@ def warn_of_other_weights(model: PipelineModel, folder: Path) -> None:
 
 
 def _is_folder(name: str, folder: Path) -> bool:
-    """Whether `name`, which is a path or the name of a Hub model, is a path of `folder`."""
+    """Whether `name`, a path or the name of a Hub model, is a path to `folder`."""
     return bool(name) and Path(name).is_dir() and Path(name).samefile(folder)
 
 

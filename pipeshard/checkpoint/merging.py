@@ -15,7 +15,7 @@ from pipeshard.hf import is_of_peft
 from pipeshard.split.base_names import base_names
 from pipeshard.split.ties import first_names, names_of
 
-WHOLE = "on the model that pipeshard.to_sequential(model, rank=0), called on every rank, returns on rank 0"
+WHOLE = "Call pipeshard.to_sequential(model, rank=0) on every rank. On the model that it returns on rank 0, call"
 
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -29,7 +29,7 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if any(config.is_prompt_learning for config in module.peft_config.values()):
         raise CheckpointError(
             "merge=True does not support prompt learning (such as prompt or prefix tuning), which adapts no weights. "
-            f"Call save_pretrained {WHOLE}"
+            f"{WHOLE} save_pretrained"
         )
     tied = {name for names in names_of(module).values() if len(names) > 1 for name in names}
     made = dict(tensors)
@@ -37,8 +37,8 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         weights = _of_base(layer, path)
         if shared := sorted(tied.intersection(weights)):
             raise CheckpointError(
-                f"merge=True would merge an adapter into {shared[0]}, which is tied to another weight. Call "
-                f"merge_and_unload {WHOLE}"
+                f"merge=True would merge an adapter into {shared[0]}, which is tied to another weight. "
+                f"{WHOLE} merge_and_unload"
             )
         if own := tensors.keys() & weights.keys():
             values = _merged(layer, path)

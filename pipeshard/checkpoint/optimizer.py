@@ -209,7 +209,7 @@ def _read_content(source: Path) -> Content:
     data."""
     if not source.exists():
         raise CheckpointError(
-            f"{source} cannot be read: it does not exist. Pass a file or folder that booster.save_optimizer wrote"
+            f"{source} does not exist: pass a file or folder that booster.save_optimizer wrote"
         )
     described = source.is_dir()
     advice = "pass a file or folder that booster.save_optimizer wrote"
@@ -227,14 +227,14 @@ def _read_content(source: Path) -> Content:
 
 
 def _refuse_older_folder(source: Path, described: ParameterStates) -> None:
-    """Raise CheckpointError for a folder of version 0.2.0. Its description contains the values of tensors in lists and
-    dicts, but for a sharded parameter only the first rank's values."""
+    """Raise CheckpointError for a folder of pipeshard 0.2.0. The folder's description contains the values of tensors in
+    lists and dicts, but for a sharded parameter only the first rank's values."""
     for (name, key), tensor in state_tensors(described).items():
         if not tensor.is_meta:
             raise CheckpointError(
-                f"{source} was saved with version 0.2.0, which stored {key} of {name} in the description. Load the "
-                "folder with version 0.2.0, and save it as one file (booster.save_optimizer(..., shard=False)). If the "
-                "folder belongs to a training state, call load_training_state(..., optimizer=None), and then "
+                f"{source} was saved with pipeshard 0.2.0, which stored {key} of {name} in the description. Load "
+                "the folder with version 0.2.0, and save it as one file (booster.save_optimizer(..., shard=False)). If "
+                "the folder belongs to a training state, call load_training_state(..., optimizer=None), and then "
                 "load_optimizer with the new file"
             )
 

@@ -142,7 +142,7 @@ def _refuse_other_layouts(optimizer: PipelineOptimizer, packed: Content) -> None
 
 
 def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
-    """Whether this rank's coordinate in the mesh differs from that of `owner` only on axes that shard the parameter."""
+    """Whether this rank's coordinate in the mesh differs from `owner`'s only on axes that shard the parameter."""
     grid, parameter = optimizer.grid, optimizer.weights[name].parameter
     at, first = grid.mesh.coordinate(), grid.mesh.unravel(owner, grid.mesh.shape)
     assert isinstance(at, tuple)
@@ -210,9 +210,9 @@ def _compared(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def content_flaw(content: Content, described: bool) -> str:
-    """The reason why a dict from a file is not a valid Content, or "" if it is. With `described`, the tensors of
-    "state" must be on meta. (For tensors in lists and dicts, `_refuse_older_folder` checks this.) Otherwise, the
-    tensors must have values."""
+    """The reason why a dict from a file is not a valid Content, or "" if it is valid. With `described`, the tensors of
+    "state" must be on meta (`_refuse_older_folder` checks this for tensors in lists and dicts). Otherwise, the tensors
+    must have values."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
     parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
@@ -237,7 +237,7 @@ def content_flaw(content: Content, described: bool) -> str:
             if described and not tensor.is_meta and key in values:
                 return f"{key} of {name} is stored in the description"
             if not described and not has_content(tensor):
-                return f"{key} of {name} is without values"
+                return f"{key} of {name} has no values"
         if VALUE in values and getattr(values[VALUE], "shape", None) != parameters[name].shape:
             return f"{VALUE} of {name} does not have the parameter's shape"
     return ""

@@ -177,7 +177,7 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
             )
         path = found
     if not path.is_file():
-        raise CheckpointError(f"{path} cannot be read: it does not exist. Pass a folder, an index or a weights file")
+        raise CheckpointError(f"{path} does not exist: pass a folder, an index or a weights file")
     if path.suffix != ".json":
         return [path], {}
     try:
@@ -244,7 +244,7 @@ def _naming_file(file: Path) -> Iterator[None]:
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     state = load_plain(
-        file, "a checkpoint that weights_only=True can load", "if you trust it, convert it to safetensors"
+        file, "a checkpoint that weights_only=True can load", "if you trust the file, convert it to safetensors"
     )
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(

@@ -98,7 +98,7 @@ def flaw(folder: Path, step: int | None = None) -> str:
         if not isinstance(files, dict) or not files:
             return f"{MANIFEST} lists no files"
         if not isinstance(manifest.get("sha256", {}), dict):
-            return f"{MANIFEST} has checksums (sha256) that are not listed by file"
+            return f"sha256 in {MANIFEST} is not a JSON object"
         if step not in (None, manifest.get("step")):
             return f"{MANIFEST} belongs to step {short(manifest.get('step'))}"
         for name, size in files.items():
@@ -150,7 +150,7 @@ def sum_of(file: Path) -> str:
 
 
 def lock(parent: Path, owner: Any, patience: float = 0.0) -> None:
-    """Lock `parent`, so that no other process saves into it, until every owner of the lock is freed. Raises
+    """Lock `parent` until every owner of the lock is freed, so that no other process saves into it. Raises
     CheckpointError if another process holds the lock and, on NFS, does not release it within `patience` seconds.
 
     On a file system without locks, other processes can still save into `parent`.
@@ -209,8 +209,8 @@ def _locked_file(parent: Path, patience: float) -> int:
 
 
 def _other_holder(handle: int) -> str | None:
-    """Lock this file, if its file system has locks. Returns None, or the other process that holds the lock ("" if
-    unknown)."""
+    """Lock this file, if its file system has locks. If another process holds the lock, returns a description of that
+    process ("" if unknown), otherwise None."""
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -42,12 +42,13 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     """
     if not isinstance(model, PipelineModel):
         raise UsageError(
-            f"to_sequential got an instance of {type(model).__name__}: pass the model that booster.boost(...) returned"
+            f"to_sequential got an instance of {type(model).__name__} that was not boosted: pass the model that "
+            "booster.boost(...) returned"
         )
     pipeline = model.pipeline
     if rank is not None and rank not in range(pipeline.num_stages):
         ranks = f"0 to {pipeline.num_stages - 1}" if pipeline.num_stages > 1 else "0"
-        raise ConfigurationError(f"rank must be None or a rank of this pipeline, {ranks}, got {rank!r}")
+        raise ConfigurationError(f"rank must be None or a rank of this pipeline ({ranks}), got {rank!r}")
     if is_quantized(pipeline.model):
         raise UsageError(
             "to_sequential does not support quantized base weights. Save the adapters with "

@@ -76,21 +76,20 @@ def save_training_state(
     """Save the training state to the folder `directory/step-<step>` (such as `step-00000100`). Call it on all ranks,
     between steps, after `optimizer.zero_grad()`.
 
-    The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
-    the loss scale, the random states of all ranks and the position in the data. If there are several models (the two of
-    a GAN, or an average of the weights), optimizers or LR schedulers, pass them as a list. The other models are
-    then in `model-1`, `model-2` and so on. At every moment, each step is either complete or does not exist. When this
-    step is complete, all complete steps except the last `keep` are removed.
+    The folder contains `model` (which `from_pretrained` can read), `optimizer`, and `training.pt` with the LR
+    scheduler, the loss scale, the random states of all ranks and the position in the data. If there are several models
+    (the two of a GAN, or a model and an average of its weights), optimizers or LR schedulers, pass them as a list. The
+    other models are then in `model-1`, `model-2` and so on. At every moment, each step is either complete or does not
+    exist. When this step is complete, all complete steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
-    rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an
-    error if the background save failed. At exit, the process also waits for an unfinished save.
+    rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an error if
+    the background save failed. At exit, the process also waits for an unfinished save.
 
     Raises CheckpointError, on every rank, if an object is not boosted, if only some of the optimizers that were boosted
     with the models are given, if an optimizer belongs to another model, if the dataloader has no `state_dict`, if
-    `step` or `keep` is invalid, if `step` differs between ranks, if `directory` has a later step (which would be
-    mistaken for the newest), if another job saves into `directory`, or if another model of this process has saved this
-    step there.
+    `step` or `keep` is invalid, if `step` differs between ranks, if `directory` has a later step (which would remain
+    the newest), if another job saves into `directory`, or if another model of this process has saved this step there.
     """
     models, optimizers = models_by_name(model), by_name(OPTIMIZER, optimizer)
     first, parent = models[MODEL], Path(directory)
@@ -219,7 +218,7 @@ def _planned_state(
                 (writing / folder).mkdir(parents=True)
     saves = [io_of(model).planned(model, writing / name) for name, model in models.items()]
     copies = {name: optimizer_part(optimizer) for name, optimizer in optimizers.items()}
-    with together(world):  # no rank writes, and then waits for other ranks, before all ranks have their copies
+    with together(world):  # all ranks have their copies before any rank writes and then waits for the others
         parts = {name: copied() for name, copied in copies.items()}
         rest = copy.deepcopy(rest)
     return StateSave(
@@ -309,7 +308,7 @@ def load_training_state(
         missing = [name for name in given if given[name] is not None and saved.get(name) is None]
         if missing:
             raise CheckpointError(
-                f"{folder} was saved without {', '.join(missing)}: pass only objects whose state it contains"
+                f"{folder} was saved without {', '.join(missing)}: pass only objects whose state is in the folder"
             )
         if dataloader is not None:
             dataloader.load_state_dict(saved_position(rest, pipeline.grid))
@@ -363,8 +362,8 @@ def _refuse_other_model(parent: Path, step: int, model: nn.Module) -> None:
         gc.collect()  # frees a model that only reference cycles keep alive
         if other() is not None:
             raise CheckpointError(
-                f"another model of this process has saved step {step} to {parent}, and this save would replace it: "
-                f"save both in one call, with a list (model=[model, other]), or use a separate directory"
+                f"another model of this process has saved step {step} to {parent}, and this save would replace that "
+                f"step: save both models in one call (model=[model, other]), or use a separate directory"
             )
     _latest[parent.resolve()] = step, weakref.ref(model)
 

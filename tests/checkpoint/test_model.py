@@ -1138,7 +1138,7 @@ def wrongly(folder: str, what: dict[str, Any]) -> None:
         ("new", {"shard": True, "size_per_shard": 0}, "size_per_shard must be a positive number of MB"),
         ("folder", {}, "is a folder, but shard=False writes a file"),
         ("new", {"shard": True, "prefix": "x"}, "the architecture's own names"),
-        ("new.pt", {"use_safetensors": True}, "is loaded with torch.load: use the suffix .safetensors instead"),
+        ("new.pt", {"use_safetensors": True}, "since a .pt file has the format of torch.save: use the suffix"),
     ],
 )
 def test_saving_wrongly(pool: Pool, tmp_path: Path, name: str, what: dict[str, Any], message: str) -> None:

@@ -466,7 +466,7 @@ def test_a_description_that_is_none_is_refused(tmp_path: Path) -> None:
         "state": {"w": {"step": torch.empty((), device="meta"), "kind": 3, "Q::left": meta}},
     }
     assert content_flaw(good, described=True) == ""
-    assert content_flaw(good, described=False) == "step of w is without values"
+    assert content_flaw(good, described=False) == "step of w has no values"
     value: Tensor | str
     for part, value, what in (
         *(
@@ -496,7 +496,7 @@ def test_a_description_that_is_none_is_refused(tmp_path: Path) -> None:
     torch.save({**good, "format": OPTIMIZER_FORMAT, "state": of_file}, tmp_path / DESCRIPTION)
     refused(
         lambda: _read_content(tmp_path),
-        r"with version 0.2.0, which stored Q\['left'\]\[0\] of w .*Load the folder with version 0.2.0",
+        r"with pipeshard 0.2.0, which stored Q\['left'\]\[0\] of w .*Load the folder with version 0.2.0",
     )
     twice = {"w": {"Q": [meta], "Q[0]": torch.empty(2, device="meta")}}
     refused(
