@@ -523,5 +523,5 @@ def test_a_revision_and_a_subfolder_are_those_that_are_named(tmp_path: Path) -> 
         assert model._pretrained == str(repository / "snapshots" / inside)
     with pytest.raises(CheckpointError, match=r"snapshot_download\('owner/name', revision='step7', cache_dir=.*\)"):
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name", revision="step7", cache_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match=r"force_download has no effect.* and pass the folder"):
+    with pytest.raises(ConfigurationError, match=r"force_download has no effect.* and pass the returned folder"):
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name", cache_dir=tmp_path, force_download=True)

@@ -270,7 +270,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "UsageError: execute_pipeline got an instance of GPT2LMHeadModel: pass the model that booster.boost",
         "UsageError: num_batches must be a positive integer, got 0",
         "UsageError: num_batches must be a positive integer, got 2.0",
-        "CheckpointError: nowhere cannot be read",
+        "CheckpointError: nowhere does not exist",
         "CheckpointError: this GPT2LMHeadModel was not boosted",
         r"BatchError: .*labels: a tensor of shape \(.*\) is on the meta device, so it has no values: create it "
         "on the CPU",

@@ -667,7 +667,7 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         "halved is damaged: state.transformer.h.0.*exp_avg is missing; .* more[.] Load another checkpoint$",
         r"endless is damaged: .*exp_avg .* of shape \(64, 32\), but is described as .* \(1099511627776, 1048576\)",
         "older is not in the format 'pipeshard optimizer 2'",
-        "nowhere cannot be read",
+        "nowhere does not exist",
         "this AdamW was not boosted",
         "this AdamW was not boosted",
         "good.pt is a file, but the save writes a folder",
