@@ -265,8 +265,8 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError unless all ranks are in the same call. `calls` contains (hash of the call's name, number of the
-    call) of each rank."""
+    """Raise UsageError unless all ranks are in the same call. `calls` contains, for each rank, the hash of the call's
+    name and the number of the call."""
     if len(set(calls)) > 1:
         names = gather_objects(own_progress().call, group)
         table = "; ".join(f"{named(r)}: {name} (call {calls[r][1]})" for r, name in enumerate(names))

@@ -48,7 +48,8 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None, run:
     now, names = time.monotonic(), {thread.ident: thread.name for thread in threading.enumerate()}
     memory = {"resident": psutil.Process().memory_info().rss, "of the host": psutil.virtual_memory().total}
     is_training = threading.current_thread() is threading.main_thread()
-    # If the training thread hangs holding the allocator's lock, a thread of the watch would wait for it with the GIL.
+    # If the training thread hangs while it holds the allocator's lock, a thread of the watch would wait for the lock,
+    # and hold the GIL.
     if is_training and torch.cuda.is_available() and torch.cuda.is_initialized():
         memory |= {"allocated": torch.cuda.memory_allocated(), "allocated at most": torch.cuda.max_memory_allocated()}
     return {
@@ -78,7 +79,7 @@ def page(folder: Path) -> Iterator[str]:
     reports = sorted(map(_read_report, folder.glob("rank-*.json")), key=lambda report: report.time)
     if not reports:
         raise CheckpointError(
-            f"{folder} contains no report of a rank (rank-0.json, ...): pass the folder of the reports"
+            f"{folder} contains no report of a rank (rank-0.json, ...): pass the folder that contains the reports"
         )
     earlier = [report for report in reports if report.run != reports[-1].run]
     reports = [report for report in reports if report.run == reports[-1].run]

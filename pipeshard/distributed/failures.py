@@ -82,8 +82,8 @@ class Alarm:
         self.rank, self.size, self.gone, self.asked = rank, size, False, False
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Return the result of `question()`, which runs in a separate thread, since it hangs if the store does not
-        respond. Raises DistStoreError when `gone` is set."""
+        """Run `question()` in a separate thread, since the call hangs if the store does not respond, and return the
+        result. Raises DistStoreError when `gone` is set."""
         answer = _answer_later(question)
         self.asked = True
         try:
@@ -95,7 +95,7 @@ class Alarm:
         raise _gone()
 
     def tell(self, fault: Fault, number: int) -> Fault:
-        """Report a fault in call `number` to all ranks, unless a fault in this call was reported before. Return the
+        """Report a fault in call `number` to all ranks, unless a fault in this call was already reported. Return the
         fault that was reported first."""
         self._refuse_gone()
         text = replace(fault, number=number).to_json()
@@ -136,8 +136,8 @@ class Alarm:
 
 
 def _answer_later(question: Callable[[], T]) -> Future[T]:
-    """Start `question()` in a separate thread, since it hangs if the store does not respond. Return a future of the
-    result."""
+    """Start `question()` in a separate thread, since the call hangs if the store does not respond. Return a future of
+    the result."""
     answer: Future[T] = Future()
 
     def put() -> None:

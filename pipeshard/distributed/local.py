@@ -164,8 +164,8 @@ class LocalWorld:
         return [rank.result for rank in ranks]
 
     def _turn(self, rank: _Rank, context: AbstractContextManager[None]) -> bool:
-        """Run a rank until it waits or ends, and raise its error. If the rank cannot continue yet, return False without
-        running it."""
+        """Run a rank until it waits or ends, and raise its error, if any. If the rank cannot continue yet, return False
+        without running it."""
         if rank.ready is not None and not rank.ready():
             return False
         self._running = rank

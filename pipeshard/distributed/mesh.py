@@ -51,11 +51,11 @@ class ProcessGroupMesh:
 
     def __init__(self, *size: int) -> None:
         if not dist.is_initialized():
-            raise ConfigurationError(f"A mesh requires a process group: {NEEDED}.")
+            raise ConfigurationError(f"a mesh requires a process group: {NEEDED}")
         if not size or min(size) < 1 or math.prod(size) != dist.get_world_size():
             raise ConfigurationError(
-                f"The mesh sizes {size} are invalid: they must be positive, and their product must be the world size, "
-                f"{dist.get_world_size()}."
+                f"the mesh sizes {size} are invalid: they must be positive, and their product must be the world size, "
+                f"{dist.get_world_size()}"
             )
         self.shape: Coordinate = size
         self.rank = dist.get_rank()
@@ -87,7 +87,7 @@ class ProcessGroupMesh:
     def unravel(rank: int, shape: Coordinate) -> Coordinate:
         """The coordinate of a rank. Raises ConfigurationError if the shape has no such rank."""
         if not 0 <= rank < math.prod(shape):
-            raise ConfigurationError(f"Rank {rank} is outside a mesh of {shape}: use 0 to {math.prod(shape) - 1}.")
+            raise ConfigurationError(f"rank {rank} is outside a mesh of {shape}: use 0 to {math.prod(shape) - 1}")
         return tuple(map(int, np.unravel_index(rank, shape)))
 
     @staticmethod
@@ -122,7 +122,7 @@ class ProcessGroupMesh:
         if len(axes) != len(choices) or not lists:
             raise ConfigurationError(
                 "indices_at_axis must be a list of indices for one axis, or one list per axis for several axes, got "
-                f"{indices_at_axis} for axis {axis}."
+                f"{indices_at_axis} for axis {axis}"
             )
         coords = [base_coord]
         for at, chosen in zip([_axis(ax, base_coord) for ax in axes], choices):
@@ -218,7 +218,7 @@ def axis_name(axis: int) -> str:
 
 def _axis(axis: int, shape: Coordinate) -> int:
     if not -len(shape) <= axis < len(shape):
-        raise ConfigurationError(f"Axis {axis} is outside a mesh of {shape}: use {-len(shape)} to {len(shape) - 1}.")
+        raise ConfigurationError(f"axis {axis} is outside a mesh of {shape}: use {-len(shape)} to {len(shape) - 1}")
     return axis % len(shape)
 
 
@@ -257,12 +257,12 @@ class Grid:
         self._place(ProcessGroupMesh(self.dp_size, pp_size, tp_size))
         other = torch.accelerator.current_accelerator(check_available=True)
         if self.first and self.device.type == "cpu" and other is not None:
-            logger.warning("pipeshard computes on the CPU: it does not support the accelerator %r", other.type)
+            logger.warning("pipeshard does not support the accelerator %r, and computes on the CPU", other.type)
         if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
             logger.warning(
                 "messages and gradients between GPUs are copied through host memory, because the process group uses "
-                "gloo for GPU tensors: if each rank has its own GPU, use init_process_group() without a backend, or "
-                "'cpu:gloo,cuda:nccl'"
+                "gloo for GPU tensors: if each rank has its own GPU, call init_process_group() without a backend, or "
+                "with the backend 'cpu:gloo,cuda:nccl'"
             )
 
     def _place(self, mesh: ProcessGroupMesh) -> None:
@@ -363,7 +363,7 @@ def join_alone(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int) ->
     notebook or a plain `python script.py`."""
     is_single = pp_size == tp_size == ep_size == (dp_size or 1) == 1
     if is_single and not dist.is_initialized() and "RANK" not in os.environ:
-        # With a GPU, both gloo and NCCL. The store is in this process and opens no port.
+        # With a GPU, the group has gloo and NCCL. The store is in this process and opens no port.
         backend = None if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
@@ -433,7 +433,7 @@ def refuse_shared_gpus(device: torch.device) -> None:
 
 
 def gpu_of(device: torch.device) -> str:
-    """The host and the GPU of this rank, as NCCL compares them, or "" for a CPU, or if NCCL lets ranks share a GPU."""
+    """The host and the GPU of this rank, as NCCL compares them, or "" on a CPU or if NCCL lets ranks share a GPU."""
     if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
         return ""
     host = os.environ.get("NCCL_HOSTID") or socket.gethostname()

@@ -119,7 +119,7 @@ class ISendP2P(EdgeP2P):
         if device.type == "cuda" and carrier(device) == "gloo":
             raise ConfigurationError(
                 "p2p='isend' cannot send CUDA tensors with gloo: use p2p='broadcast', or a process group with NCCL "
-                "(init_process_group() without a backend, or 'cpu:gloo,cuda:nccl')"
+                "(init_process_group() without a backend, or with the backend 'cpu:gloo,cuda:nccl')"
             )
         self.tells = device.type != "cpu"  # gloo's is_completed() stays False
         super().__init__(ranks, edges, device)
@@ -160,7 +160,8 @@ def check_p2p(kind: object) -> type[P2P]:
 
 
 def edges_of(placement: Sequence[int]) -> list[Edge]:
-    """The sorted (source, destination) pairs of pipeline ranks that need messages, with stage s on `placement[s]`."""
+    """The sorted (source, destination) pairs of pipeline ranks between which messages are sent, with stage s on
+    `placement[s]`."""
     pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
     return sorted(pairs | {(b, a) for a, b in pairs})
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 EVERY = 4  # checks of the watch per check of this class
-STOPPED = 5  # consecutive checks after which a stopped process counts as stopped, since the whole job may be paused
+STOPPED = 5  # consecutive checks after which a process counts as stopped, since the whole job may be paused
 PDEATHSIG = 1  # option of prctl: the signal that a process receives when its parent exits
 SAME = 2.0  # seconds by which readings of a start time can differ: the kernel reports the boot time in whole seconds
 KILLED = "is gone: it was killed or has crashed"

@@ -1,4 +1,4 @@
-"""Watch: threads that supervise this process's calls, so that all ranks stop, with the cause, if one rank fails."""
+"""Watch: threads that supervise this process's calls, so that if one rank fails, all ranks stop and name the cause."""
 
 import contextlib
 import logging
@@ -55,7 +55,8 @@ class Watch:
 
     Ranks report failures in the rendezvous store, each under the number of the failed call. This number is the same on
     all ranks. One thread of this class polls the store. If another rank has failed while this rank waits, a second
-    thread aborts the process groups, and the wait raises. Errors raised in `call` are reported to the other ranks.
+    thread aborts the process groups, and the wait raises an error. Errors raised in `call` are reported to the other
+    ranks.
 
     An error that all ranks raise in the same call (such as for a batch that no rank can use) aborts no groups: each
     rank has left the call before the watch would interrupt the rank, and the next call has another number. After any

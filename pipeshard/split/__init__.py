@@ -1,1 +1,1 @@
-"""Split: the division of a model into stages, from its trace."""
+"""Split: the division of a model into stages, based on its trace."""

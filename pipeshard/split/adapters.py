@@ -200,7 +200,7 @@ def _has_other_values(parameter: nn.Parameter, stand_in: Tensor) -> bool:
 
 
 def _advice(model: nn.Module) -> str:
-    """The advice if adapters need more than a model on meta has. A quantized model gets different advice, since it
+    """The advice for adapters that a model on meta does not support. A quantized model gets different advice, since it
     cannot be boosted with values."""
     if is_quantized(model):
         return (

@@ -25,11 +25,11 @@ def balance(
 ) -> list[int]:
     """Return the numbers of consecutive calls per stage that minimize the largest stage cost, then the sum of squared
     stage costs. `forbidden` maps each call before which no cut is allowed to the reason. `fits(stage, start, end)`
-    returns whether a stage can hold the calls from start to end (exclusive). If a range does not fit, no range that
-    contains this range may fit. `ranks` is the rank of each stage. If the ranks form a V, blocks of inseparable
-    calls are then moved between stages, as long as a move reduces the largest cost of a rank, then the sum of squared
-    rank costs, then the sum of squared stage costs. `speeds` contains the relative speed of each stage's rank. A
-    stage's cost is divided by this speed.
+    returns whether a stage can hold the calls from start to end (exclusive). If a range does not fit, `fits` must
+    also return False for all ranges that contain it. `ranks` is the rank of each stage. If the ranks form a V, blocks
+    of inseparable calls are then moved between stages, as long as a move reduces the largest cost of a rank, then the
+    sum of squared rank costs, then the sum of squared stage costs. `speeds` contains the relative speed of each stage's
+    rank. A stage's cost is divided by this speed.
 
     Raises PartitionError if fewer parts than stages are possible, or if no partition fits.
     """

@@ -27,8 +27,8 @@ class NotedParameter(NamedTuple):
 
 
 def note_blank(model: Any) -> None:
-    """Move parameters that a constructor has created on the CPU to meta: `torch.Tensor(3)` ignores the default device.
-    Record a `NotedParameter` for each parameter, for `refuse_changed_blank`."""
+    """Move to meta the parameters that a constructor has created on the CPU, since `torch.Tensor(3)` ignores the
+    default device. Record a `NotedParameter` for each parameter, for `refuse_changed_blank`."""
     with without_weakrefs(model):
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:

@@ -1,7 +1,7 @@
 """Boundary: the values that enter a stage, and the calls before which no cut is allowed.
 
-Values such as skip connections and masks may be read beyond the next stage, so the values that cross a cut are
-computed from the reads of each unit call, of the loss and of the outputs.
+Values such as skip connections and masks may be read beyond the next stage. Therefore, the reads of all unit calls, of
+the loss and of the outputs determine which values cross a cut.
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: R
 def _crossing(
     readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
 ) -> list[set[Value]]:
-    """The values that cross into each stage. `readers` lists, for each reader, the values read and the stage."""
+    """The values that cross into each stage. `readers` lists the values and the stage of each reader."""
     crossing: list[set[Value]] = [set() for _ in range(num_stages)]
     for values, reader in readers:
         for value in values:

@@ -74,7 +74,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
         state = functional.QuantState.from_dict(dict(scales), value.device)
         if (found := _layout(state)) != (expected := _layout(self.unloaded)):
-            raise ValueError(f"its scales are {found}, but the layer has {expected}")
+            raise ValueError(f"its scales have the layout {found}, but the layer needs {expected}")
         packed = value.view(torch.uint8).reshape(-1, 1)
         self.weight.data, self.quant_state, self.weight.bnb_quantized = packed, state, True
 

@@ -204,7 +204,7 @@ class Policy:
 
 def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int], placement: Sequence[int]) -> None:
     """Raise TraceError for a model that stages cannot run exactly. `stages[k]` is the part of the model that runs call
-    k, and `placement` the process of each part.
+    k, and `placement` lists the process of each part.
 
     Glue must not branch on activations or parameters, since each stage has only its own. The last stage also has the
     inputs of the loss and the outputs, so glue after the last unit may branch on these values. A forward must not leave
@@ -336,8 +336,8 @@ def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], Pol
 def find_policy(model: nn.Module) -> type[Policy]:
     """The policy registered for the model's class, for one of its base classes, or for the model's `config.model_type`.
     Otherwise, the first of the following that exists: the policy of an installed package's entry point, the policy in
-    pipeshard's folder policies/, or Policy itself. A PeftModel has the policy of its base model,
-    unless a policy is registered for the PeftModel.
+    pipeshard's folder policies/, or Policy itself. A PeftModel has the policy of its base model, unless a policy is
+    registered for the PeftModel.
 
     Raises ConfigurationError if several entry points match, or if the entry point does not load a Policy.
     """

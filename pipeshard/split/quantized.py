@@ -64,7 +64,7 @@ def kinds_of(method: str) -> tuple[type[Packed], ...]:
     except ImportError as error:
         raise ConfigurationError(
             f"quantization_config needs {method}, which cannot be imported ({error}): "
-            f"pip install 'pipeshard[{EXTRAS[method]}]'"
+            f"install it with pip install 'pipeshard[{EXTRAS[method]}]'"
         ) from error
 
 
@@ -157,5 +157,5 @@ def quantization_of(config: Any, path: Any, given: Any) -> Any:
             "original checkpoint, with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
         )
     if given is not None:
-        raise ConfigurationError(f"the weights in {path} are quantized already: omit quantization_config")
+        raise ConfigurationError(f"the weights in {path} are already quantized: omit quantization_config")
     return BitsAndBytesConfig.from_dict(saved) if isinstance(saved, dict) else saved

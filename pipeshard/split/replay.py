@@ -90,7 +90,7 @@ class Run:
 
 class Again:
     """Context manager for each recomputation of a unit. (A unit that calls `autograd.grad` is recomputed several
-    times.) Units that the recomputed unit calls run as a part of this unit, as in the first run."""
+    times.) Inner units, which the recomputed unit calls, run as a part of it, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
         self.replay, self.draw = replay, draw

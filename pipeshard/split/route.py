@@ -2,7 +2,7 @@
 
 torch.utils.checkpoint restores the global random state and assumes that arguments are unchanged. In a pipeline, the
 microbatches of one stage interleave. So each recomputation restores the random state of its own microbatch, and the
-contents of lists and objects among the arguments. A tensor argument that was changed in place is an error.
+contents of lists and objects among the arguments. A tensor argument that was changed in place causes an error.
 
 The calls that a stage runs, the values that it receives for other calls, and the values that it keeps for later stages
 follow from the Dataflow and the partition. A Route computes these calls and values once, for all of its microbatches.
@@ -70,7 +70,8 @@ class Recompute:
             )
         if any(ratios) and interval:
             raise ConfigurationError(
-                f"recompute={recompute!r} and activation_checkpoint_interval={interval}: pass only one of the two"
+                f"recompute={recompute!r} and activation_checkpoint_interval={interval} cannot be combined: pass only "
+                "one of the two"
             )
         return cls(ratios=tuple(map(float, ratios)), interval=interval)
 

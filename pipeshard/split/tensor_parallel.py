@@ -2,8 +2,8 @@
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
 split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
-from transformers. For models without a plan in transformers, the style `Divided` is added, for modules that store a
-number of heads in an attribute. `LatentProjection` replaces transformers' style for the first projection of latent
+from transformers. For models without a plan in transformers, the style `Divided` supports modules that store a number
+of heads in an attribute. `LatentProjection` replaces transformers' style for the first projection of latent
 attention. Expert parallelism uses another plan, in which each rank holds some experts of each layer.
 """
 
@@ -60,7 +60,7 @@ def plan_of(
     except ImportError as error:
         raise ConfigurationError(
             f"{by}_size={size} needs transformers.distributed.parallel_utils, which cannot be imported ({error}). "
-            f"Install transformers 5, or use {by}_size=1 and more stages or fsdp=True"
+            f"Install transformers 5, or use {by}_size=1 with more stages or fsdp=True"
         ) from error
     plan = dict(of_user or getattr(base, f"{by}_plan", None) or _rooted(base, (by == "tp" and of_policy) or {}))
     plan = {rule if rule.startswith(prefix) else prefix + rule: style for rule, style in plan.items()}
@@ -79,7 +79,7 @@ def plan_of(
         if whole is not None and type(module).__module__.startswith("peft."):
             of_adapters |= _of_adapters(path, module, whole, by, size)
             continue
-        for key, _ in module.named_parameters(recurse=False):  # before the module: its forward depends on them
+        for key, _ in module.named_parameters(recurse=False):  # before their module, whose forward depends on them
             parameter = f"{path}.{key}" if path else key
             if style := plan.get(generic.get(parameter, parameter), whole):
                 expanded[parameter] = style
@@ -97,8 +97,8 @@ def plan_of(
             expanded[path] = whole
         if type(module).__name__ == "Conv1D" and (path in expanded or f"{path}.weight" in expanded):
             raise ConfigurationError(
-                f"{by}_plan shards {path}, a Conv1D, whose weight is the transpose of a linear layer's and cannot be "
-                f"sharded: omit it from the {by}_plan, or use {by}_size=1 with {INSTEAD}"
+                f"{by}_plan shards {path}, a Conv1D, but the transposed weight of a Conv1D cannot be sharded: omit "
+                f"this module from the {by}_plan, or use {by}_size=1 with {INSTEAD}"
             )
         needed = SIZES.get((whole or "").partition("_")[0])
         if needed and not hasattr(module, needed):
@@ -177,9 +177,9 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         style = plan.get(name)
         if style not in (EXPERTS, PARTIAL) if within else style == EXPERTS:
             raise ConfigurationError(
-                f"{by}_plan assigns {f'the style {style!r}' if style else 'no style'} to {name}. Assign "
-                f"{EXPERTS!r} to the weights of experts, {PARTIAL!r} to other parameters of the experts' module, and "
-                f"{DISPATCH!r} to the module itself"
+                f"{by}_plan assigns {f'the style {style!r}' if style else 'no style'} to {name}, "
+                f"which conflicts with the style of its module. Assign {EXPERTS!r} to the weights of experts, "
+                f"{PARTIAL!r} to other parameters of the experts' module, and {DISPATCH!r} to the module itself"
             )
 
 
@@ -268,8 +268,8 @@ class Divided:
             if not isinstance(value := getattr(module, name, None), int) or value % size:
                 kind = type(module).__name__
                 raise ConfigurationError(
-                    f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}: name only attributes that "
-                    "are multiples of tp_size"
+                    f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}: name only attributes "
+                    "whose values are multiples of tp_size"
                 )
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -134,7 +134,7 @@ def _end(parameter: nn.Parameter, became: Mapping[nn.Parameter, nn.Parameter]) -
 def analyze_tied_weights(
     model: nn.Module, stages: Mapping[str, int] | None = None
 ) -> list[tuple[tuple[str, int], ...]]:
-    """The sorted list of the groups of tied names. Each group is a sorted tuple of (name, stage).
+    """The sorted list of the groups of tied names. Each group is a sorted tuple of (name, stage) pairs.
 
     `stages` maps names of modules (or parameters) to stages. A parameter that is not in `stages` has the stage of its
     nearest ancestor in `stages`, or stage 0 if no ancestor is in `stages`. The model may be on meta. Call this function
@@ -200,7 +200,8 @@ class Ownership:
         """The stage from which all holders of a parameter copy its initial value.
 
         The initializer is the holder that runs the unit of the parameter's first name or, if there is none, the first
-        holder. The first holder does not always run the first of the units, since a rank may hold several chunks.
+        holder. The first holder does not always run the first of the parameter's units, since a rank may hold several
+        chunks.
         """
         holders = self.holders(name)
         return next((stage for stage in self._running(name) if stage in holders), min(holders))

@@ -595,8 +595,8 @@ def loading(folder: Path) -> None:
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 DAMAGES = {  # tensors, and how many of their elements are left
     "weight": (WEIGHT, 767, r"has shape \(767, 1\), but \(768, 1\)"),
-    "scales": (f"{WEIGHT}.absmax", 23, "the quantized .* cannot be read: ValueError: its scales are"),
-    "values": (f"{WEIGHT}.quant_map", 8, "the quantized .* cannot be read: ValueError: its scales are"),
+    "scales": (f"{WEIGHT}.absmax", 23, "the quantized .* cannot be read: ValueError: its scales have"),
+    "values": (f"{WEIGHT}.quant_map", 8, "the quantized .* cannot be read: ValueError: its scales have"),
     "description": (f"{WEIGHT}.quant_state.bitsandbytes__nf4", 20, "the quantized .* cannot be read: JSONDecodeError"),
     "none": (f"{WEIGHT}.absmax", 0, "the quantized .* cannot be read: KeyError"),
 }
@@ -619,7 +619,7 @@ def test_damaged_packed_weights_are_refused(pool: Pool, tmp_path: Path, damage: 
 @pytest.mark.turns
 def test_a_model_with_other_layers_than_a_packed_folder(pool: Pool, tmp_path: Path) -> None:
     packed, folder = save_packed("causal-lm/llama", "nf4", tmp_path), tmp_path / "packed"
-    with pytest.raises(ConfigurationError, match="are quantized already: omit quantization_config"):
+    with pytest.raises(ConfigurationError, match="are already quantized: omit quantization_config"):
         PipelinePlugin.from_pretrained(type(packed), folder, quantization_config=quantization("nf4"))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["llm_int8_skip_modules"] = ["down_proj", "lm_head"]
