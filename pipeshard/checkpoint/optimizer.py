@@ -232,10 +232,10 @@ def _refuse_older_folder(source: Path, described: ParameterStates) -> None:
     for (name, key), tensor in state_tensors(described).items():
         if not tensor.is_meta:
             raise CheckpointError(
-                f"{source} was saved with pipeshard 0.2.0, which stored {key} of {name} in the description. Load "
-                "the folder with version 0.2.0, and save it as one file (booster.save_optimizer(..., shard=False)). If "
-                "the folder belongs to a training state, call load_training_state(..., optimizer=None), and then "
-                "load_optimizer with the new file"
+                f"{source} was saved with pipeshard 0.2.0, which stored {key} of {name} in the description, where "
+                "values of a sharded parameter are incomplete. Load the folder with version 0.2.0, and save it as one "
+                "file (booster.save_optimizer(..., shard=False)). If the folder belongs to a training state, call "
+                "load_training_state(..., optimizer=None), and then load_optimizer with the new file"
             )
 
 

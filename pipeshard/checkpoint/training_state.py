@@ -139,8 +139,9 @@ def models_by_name(model: nn.Module | Sequence[nn.Module]) -> dict[str, Pipeline
 
 def check_complete(model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
     """Raise CheckpointError, on every rank, if an object is missing: the model of a given optimizer or, if any
-    optimizers are given, an optimizer that was boosted with a given model and updates further parameters. After
-    resuming, a missing model would have its initial weights, and a missing optimizer an empty state."""
+    optimizers are given, an optimizer that was boosted with a given model and updates parameters that no given
+    optimizer updates. After resuming, a missing model would have its initial weights, and a missing optimizer would
+    have an empty state."""
     models = [*models_by_name(model).values()]
     with together(models[0].pipeline.grid.world):
         given = [boosted_optimizer(each) for each in by_name(OPTIMIZER, optimizer).values()]
@@ -260,10 +261,10 @@ def load_training_state(
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
     passed are not loaded. Pass several models, optimizers or LR schedulers as a list, in the saved order. Each rank's
-    random generators are always restored. If the sizes of the grid have changed, every rank gets the states of the
-    first rank. The call first waits for a background save that is still running. With `verify`, every file is compared
-    with its saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
-    `step-<step>.damaged`, and an older step is loaded, with a warning.
+    random generators are always restored. If the sizes of the grid have changed, every rank gets the random states of
+    the first rank. The call first waits for a background save that is still running. With `verify`, every file is
+    compared with its saved checksum. If a file of the newest step has changed and `step` is not given, this step is
+    renamed to `step-<step>.damaged`, and an older step is loaded, with a warning.
 
     Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
     read, if the step lacks the state of a given object, if a saved state does not fit its object, if a background save

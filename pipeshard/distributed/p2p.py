@@ -59,7 +59,8 @@ class P2P(ABC):
         return self.new_groups([ranks])[0]
 
     def new_groups(self, members: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """Create one group per list of global ranks. Call it on all ranks of the world, with equally many lists."""
+        """Create one group per list of global ranks. Call it on all ranks of the world, with the same number of
+        lists."""
         world: Any = dist.group.WORLD
         options = options_of_kernels() if self.kernels else {}
         groups: list[Any] = []

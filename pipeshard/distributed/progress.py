@@ -54,7 +54,7 @@ class Progress:
         self._chunks: Sequence[int] = ()
 
     def begin(self, model: nn.Module, chunks: Sequence[int]) -> None:
-        """Set the model that runs from now on, and this process's stages of the model (`chunks`). Errors name them."""
+        """Set the model that runs from now on, and this process's stages of the model (`chunks`), for use in errors."""
         self._model, self._chunks = weakref.ref(model), chunks
 
     def start(self, action: Action | str) -> None:

@@ -70,8 +70,7 @@ class Recompute:
             )
         if any(ratios) and interval:
             raise ConfigurationError(
-                f"recompute={recompute!r} and activation_checkpoint_interval={interval} cannot be combined: pass only "
-                "one of the two"
+                f"recompute={recompute!r} and activation_checkpoint_interval={interval}: pass only one of the two"
             )
         return cls(ratios=tuple(map(float, ratios)), interval=interval)
 
