@@ -19,9 +19,9 @@ WHOLE = "Call pipeshard.to_sequential(model, rank=0) on every rank. On the model
 
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Merge the active adapters into a stage's `tensors` (by full name), and return the tensors by their names in the
-    base model. A module that the active adapter trains in full (`modules_to_save`) is replaced by this adapter's copy.
-    `module` and `tensors` do not change. Call it on all ranks, since sharded layers are gathered.
+    """Merge the active adapters into a stage's `tensors` (keyed by full name), and return the merged tensors, keyed by
+    their names in the base model. A module that the active adapter trains in full (`modules_to_save`) is replaced by
+    this adapter's copy. `module` and `tensors` do not change. Call it on all ranks, since sharded layers are gathered.
 
     Raises CheckpointError for adapters that cannot be merged into a weight, and for adapters of a weight that is tied
     to another weight.

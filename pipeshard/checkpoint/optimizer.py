@@ -55,7 +55,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 
     With `shard`, writes a folder of safetensors files that torch.distributed.checkpoint's HuggingFaceStorageReader can
     read. Otherwise, writes one file that `torch.load(weights_only=True)` can read. The previous files remain until the
-    new files are complete. Other files in the folder, such as those of the model, are kept.
+    new files are complete. Other files in the folder, such as the model's, are kept.
 
     Raises CheckpointError, on every rank, if the state cannot be written.
     """

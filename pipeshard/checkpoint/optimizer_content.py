@@ -1,7 +1,7 @@
 """Optimizer content: the states of an optimizer, keyed by parameter name.
 
-`Optimizer.state_dict()` numbers the parameters by their positions in the groups, which differ between stages. If keyed
-by name, the states of all ranks form one checkpoint that any number of stages, replicas and slices can load.
+`Optimizer.state_dict()` numbers the parameters by their positions in the groups. These positions differ between stages.
+If keyed by name, the states of all ranks form one checkpoint that any number of stages, replicas and slices can load.
 """
 
 from collections import OrderedDict
@@ -78,8 +78,8 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The optimizer state that this rank holds. States of a sharded parameter are DTensors with the parameter's
     placements. The key VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a
-    state_dict() without torch's two entries, for a state whose key is neither a parameter in the optimizer's groups nor
-    a string, and for values of types that a checkpoint cannot contain."""
+    state_dict() without "state" or "param_groups", for a state whose key is neither a parameter in the optimizer's
+    groups nor a string, and for values of types that a checkpoint cannot contain."""
     optimizer.copies.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     _refuse_other_layouts(optimizer, packed)
@@ -132,7 +132,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
 
 
 def _refuse_other_layouts(optimizer: PipelineOptimizer, packed: Content) -> None:
-    """Raise CheckpointError if the optimizer's own state_dict() lacks one of torch's two entries."""
+    """Raise CheckpointError if the optimizer's own state_dict() has no "state" or no "param_groups"."""
     if missing := [key for key in ENTRIES if key not in packed]:
         raise CheckpointError(
             f"the state_dict() of {type(optimizer.optim).__name__} has no {missing[0]!r}, so its states cannot be "

@@ -167,8 +167,8 @@ for pattern in patterns:
 
 
 def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Match the patterns with all names in a separate process, since some regular expressions never finish and hold the
-    GIL.
+    """Match the patterns with all names in a separate process, since matching some regular expressions never ends, and
+    holds the GIL.
 
     Raises ValueError for expressions that do not finish in time, and for invalid expressions.
     """

@@ -48,7 +48,7 @@ def decode(content: bytes) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """The type and cause of an error in one line, without torch's stack trace and advice to allow code execution."""
+    """The type and cause of an error in one line, without torch's stack trace or advice to allow code execution."""
     text = str(error).strip()
     told = re.search(r"(?:WeightsUnpickler error: |^(?=Trying to load))(.*?)( Please use|$)", text, re.MULTILINE)
     return f"{type(error).__name__}: {told[1] if told else next(iter(text.splitlines()), '')}"

@@ -236,7 +236,7 @@ def _kind(config: Any) -> str:
 
 
 def refuse_packed_base(model: nn.Module, config: Any) -> None:
-    """If the model is quantized, raise ConfigurationError for adapters that use the weights of their layer and not only
+    """If the model is quantized, raise ConfigurationError for adapters that use the weights of their layer, not only
     the layer's outputs."""
     kind = _kind(config)
     is_bat = kind == "MISS" and config.init_weights == "bat"

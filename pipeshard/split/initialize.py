@@ -43,7 +43,7 @@ def initialize_tensors(
     """Initialize the parameters with these first names, and these buffers. Write to no other tensor of the model.
 
     With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
-    `reset_parameters` if tensors still have no values. Buffers are initialized in this way with any `rule`. A
+    `reset_parameters` if some tensors still have no values. Buffers are initialized in this way with any `rule`. A
     parameter's values depend only on the seed and the parameter's name. The user's random generators do not change.
     `buffers` is the result of `allocate`, and `constructed` is the result of `written_again`. A warning names
     parameters whose values the constructor set. Quantized weights are skipped, since a checkpoint provides their

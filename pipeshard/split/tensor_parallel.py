@@ -179,7 +179,7 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
             raise ConfigurationError(
                 f"{by}_plan assigns {f'the style {style!r}' if style else 'no style'} to {name}, "
                 f"which conflicts with the styles of the modules that contain it. Assign {EXPERTS!r} to the weights of "
-                f"experts, {PARTIAL!r} to other parameters of the experts' module, and {DISPATCH!r} to the module itself"
+                f"experts, {PARTIAL!r} to other parameters of their module, and {DISPATCH!r} to the module itself"
             )
 
 
@@ -418,7 +418,7 @@ def sliced_sizes(
 def _sliced(
     model: nn.Module, units: Collection[str], of_glue: Collection[str], plan: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """The names of the parameters and modules of these units that the plan shards, each with its style."""
+    """Yield the name and the style of each parameter and module of these units that the plan shards."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     together = [names for first, names in names_of(model).items() if first in of_glue or _disagree(names, plan)]
     whole = {name.rpartition(".")[0] for names in together for name in names}  # modules to leave unsharded
