@@ -21,7 +21,7 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
         if options.pop(name, None):
             raise ConfigurationError(
                 f"{name} has no effect, since from_pretrained only reads files that are already on this machine. Omit "
-                f"{name}, download the model with huggingface_hub.snapshot_download, and pass the returned folder"
+                "this argument, download the model with huggingface_hub.snapshot_download, and pass the returned folder"
             )
     inner = options.pop("subfolder", None) or ""
     on_hub = {name: value for name in ("revision", "cache_dir") if (value := options.pop(name, None)) is not None}

@@ -355,7 +355,7 @@ class _Plan:
                 except OSError as error:
                     key = piece.sources[0][0]
                     raise CheckpointError(
-                        f"{key} cannot be read from {self.source.path} ({error}): check the disk, then try again"
+                        f"{self.source.path} cannot be read at {key} ({error}): check the disk, then try again"
                     ) from error
                 for name in list(made):
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
@@ -400,7 +400,7 @@ class _Plan:
             weight.loaded_as = value.dtype
         if name in self.scales:
             scales = {end: self.source.read(key).to(target.device) for end, key in self.scales[name].items()}
-            refused = f"the quantized {name} in {self.source.path} cannot be read"
+            refused = f"{self.source.path}: the quantized {name} cannot be read"
             with explained(lambda error: CheckpointError(f"{refused}: {summary(error)}. Save the checkpoint again")):
                 self.packed[name].restore(value.to(target.device), scales)
         elif name in self.packed:
