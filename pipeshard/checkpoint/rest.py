@@ -1,4 +1,4 @@
-"""Rest: the content of a training.pt, which is a training state except its weights and optimizers."""
+"""Rest: the content of a training.pt, which is a training state except for its weights and optimizers."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -20,8 +20,8 @@ ADVICE = "load another step (step=... or, in a Trainer, resume_from_checkpoint=.
 
 
 def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, position: Any = None) -> dict[str, Any]:
-    """The content of training.pt: a training state except its weights and optimizers. `position` is the state of the
-    dataloader. Raises CheckpointError for a state that `load_plain` could not read."""
+    """The content of training.pt: a training state except for its weights and optimizers. `position` is the state of
+    the dataloader. Raises CheckpointError for a state that `load_plain` could not read."""
     first, *others = (_progress(model.pipeline) for model in models)
     schedulers = {name: plain_state(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
     parts = {"random": random_state(), "dataloader": position, SCHEDULER: None, **schedulers}
@@ -59,7 +59,7 @@ def saved_position(rest: dict[str, Any], grid: Grid) -> Any:
         raise CheckpointError(
             f"the dataloaders of {len(positions)} replicas were saved at different positions, but this run has dp_size="
             f"{grid.dp_size}: resume with dp_size={len(positions)}, or pass dataloader=None to load_training_state to "
-            "start at the beginning of the data. A dataloader of plugin.prepare_dataloader has one position for any "
+            "start at the beginning of the data. A dataloader from plugin.prepare_dataloader has one position for any "
             "number of replicas"
         )
     return positions[grid.replica]
