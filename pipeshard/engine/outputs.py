@@ -119,7 +119,8 @@ class Outputs:
 
     def _check_merge(self, flow: Dataflow, batch: Batch) -> None:
         """Raise UsageError if an output of a microbatch cannot be merged for the whole `batch`. An output without a
-        batch dimension can be merged if it depends only on parameters and on leaves that each microbatch has in full."""
+        batch dimension can be merged if it depends only on parameters and on leaves that all microbatches contain in
+        full."""
         for path, use, spec in flow.outputs if self.needed else ():
             if self._takes(path) and not _is_loss(use, spec, flow):
                 is_computed = bool(use.values or use.hidden or use.inputs & batch.parted)
