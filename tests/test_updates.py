@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
 import zlib
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from pipeshard.engine import norm_guard, step_guard
+from pipeshard.engine.clipping import order_of
 from pipeshard.engine.guard import Guard
-from pipeshard.errors import UsageError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.private import global_step_pre_hooks
 from pipeshard.split.materialize import is_released
 from tests.hunt.loops import Sides
@@ -1149,3 +1151,11 @@ def test_an_optimizer_that_is_collected_on_some_ranks_alone_is_not_compared(pool
     """Ranks compared the options of one optimizer with those of another, as garbage is collected at other times: a
     loop that boosted a second optimizer was refused now and then."""
     pool.run(renewed, 2)
+
+
+@pytest.mark.parametrize("norm_type", ["max", None, 0.0, math.nan])
+def test_an_order_of_a_norm_other_than_a_positive_number_is_refused(norm_type: Any) -> None:
+    """`clip_grad_by_norm(1.0, "max")` raised float()'s own error, which did not name the argument."""
+    with pytest.raises(ConfigurationError, match="norm_type must be a positive number or 'inf', got"):
+        order_of(norm_type)
+    assert order_of("inf") == math.inf

@@ -342,7 +342,11 @@ SKIPPED = (
 
 def order_of(norm_type: float | str) -> float:
     """The order of a norm. Raises ConfigurationError unless `norm_type` is positive or "inf"."""
-    if not (order := float(norm_type)) > 0:
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
         raise ConfigurationError(f"norm_type must be a positive number or 'inf', got {norm_type!r}")
     return order
 
