@@ -70,7 +70,8 @@ def describe(flow: Dataflow, stages: Sequence[int]) -> str:
 
 def draw(models: Sequence[tuple[str, Dataflow, Sequence[int]]], path: Path) -> None:
     """Draw a row of boxes for each stage of each model, and an arrow from each value that crosses the cut to the first
-    call that reads it. A box is coloured if the stage runs the unit, and grey if the stage replays the unit."""
+    call that reads it. A box is coloured if the stage runs the unit, grey if the stage replays it, and white if the
+    stage does not reach it."""
     from matplotlib.figure import Figure
 
     longest = max(len(flow.calls) for _, flow, _ in models)
