@@ -59,7 +59,7 @@ def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: R
 def _crossing(
     readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
 ) -> list[set[Value]]:
-    """The values that cross into each stage. `readers` lists the values and the stage of each reader."""
+    """The values that cross into each stage. `readers` lists the values read by each reader, and its stage."""
     crossing: list[set[Value]] = [set() for _ in range(num_stages)]
     for values, reader in readers:
         for value in values:

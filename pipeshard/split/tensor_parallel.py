@@ -178,8 +178,8 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         if style not in (EXPERTS, PARTIAL) if within else style == EXPERTS:
             raise ConfigurationError(
                 f"{by}_plan assigns {f'the style {style!r}' if style else 'no style'} to {name}, "
-                f"which conflicts with the styles of the modules that contain it. Assign {EXPERTS!r} to the weights of "
-                f"experts, {PARTIAL!r} to other parameters of their module, and {DISPATCH!r} to the module itself"
+                f"which is invalid for the module that contains it. Assign {EXPERTS!r} to the weights of experts, "
+                f"{PARTIAL!r} to other parameters of their module, and {DISPATCH!r} to the module itself"
             )
 
 
@@ -374,7 +374,7 @@ def slice_parameters(
     mesh: DeviceMesh,
     plan: Mapping[str, str],
 ) -> set[str]:
-    """Shard parameters across the ranks of `mesh`: the parameters that are both in `held` (names) and in the plan.
+    """Shard the parameters that are in both `held` (names) and `plan`, across the ranks of `mesh`.
 
     The parameters become DTensors. Each rank takes its shard from its own values. The modules' forwards are replaced
     with forwards of parallel layers, which communicate activations. A parameter with several names is sharded once. If
