@@ -42,7 +42,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     """
     if not isinstance(model, PipelineModel):
         raise UsageError(
-            f"to_sequential got an instance of {type(model).__name__} that was not boosted: pass the model that "
+            f"to_sequential requires a boosted model, got an instance of {type(model).__name__}: pass the model that "
             "booster.boost(...) returned"
         )
     pipeline = model.pipeline
