@@ -181,7 +181,7 @@ class ResumableDataLoader(DataLoader[Any]):
         kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
         size = 1 if kind == "batch_sampler" else batch_size or 1  # entries of the order per batch
         self._share = Share(size, replica, num_replicas, bool(options.get("drop_last")))
-        self.shared_by = num_replicas  # PipelineTrainer refuses to evaluate with several shares
+        self.shared_by = num_replicas  # PipelineTrainer refuses to evaluate with a loader that replicas share
         self._workers = torch.Generator()
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # DataLoader refuses shuffle=True for a stream

@@ -249,7 +249,7 @@ def _world() -> dist.ProcessGroup:
 def _join(timeout: float) -> None:
     if dist.is_initialized():
         return
-    if not dist.is_torchelastic_launched() and standing_alone() is None:  # pipeshard verify starts no ranks
+    if not dist.is_torchelastic_launched() and standing_alone() is None:  # pipeshard verify uses no launcher
         raise UsageError(
             "ElasticJob requires a launcher, but this process has none: start the script with pipeshard launch"
         )

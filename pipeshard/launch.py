@@ -147,7 +147,7 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse torchrun's flags. Some flags get new defaults if neither `arguments` nor a PET_... variable sets them."""
+    """Parse torchrun's flags, with different defaults for some flags that no PET_... variable sets."""
     parser = get_args_parser()
     parser.prog, parser.usage = "pipeshard launch", "pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]"
     parser.format_help = lambda: HELP  # type: ignore[method-assign]
@@ -275,8 +275,8 @@ def _watch_workers(folder: Path, endpoint: str, interval: float) -> list[str]:
     which the thread adds the class of the error before it terminates the agent.
 
     The thread also ends this process if all workers have exited and the agent does not detect their exit for a while.
-    The agent polls its workers and the rendezvous store every `interval` seconds. If the connection to the store is
-    lost, the agent waits for a response until the kernel closes the connection, after a quarter of an hour.
+    The agent polls its workers and the rendezvous store every `interval` seconds. If the network fails, the
+    agent waits for the store's response until the kernel closes the connection, after a quarter of an hour.
     """
     found: list[str] = []
 
