@@ -201,7 +201,7 @@ def test_packed_weights_take_less_and_compute_the_same(kind: str) -> None:
             [one[name] for name in ("forward", "backward", "weight")], rel=0.1
         )
     assert (
-        "error: fsdp=True, tp_size and ep_size shard weights"
+        "error: the weights of this model are quantized, so fsdp=True, tp_size"
         in invoke(*adapters, "--quantize", kind, "--tp", "2").output
     )
 

@@ -430,7 +430,7 @@ def test_a_cell_that_boosts_the_same_objects_again(pool: Pool) -> None:
     ((once, twice),) = zip(pool.run(updated, 1, False), pool.run(updated, 1, True), strict=True)
     assert all(map(torch.equal, once, twice))
     (told,) = pool.run_expecting(UsageError, narrowed_twice, 1, {"precision": "bf16"})
-    assert "this SGD was already boosted: use the model and the optimizer that boost returned, or create both" in told
+    assert "this SGD was already boosted: use the model and the optimizer that boost returned, or create a new" in told
 
 
 def gap_to(alone: nn.Module, model: nn.Module, *optimizers: Any) -> float:
