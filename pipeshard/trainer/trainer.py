@@ -388,8 +388,8 @@ class Loop(Evaluation):
         return saves_itself and not is_split and not is_blank(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. Call it on every rank: each rank writes its part. A transformers or peft model that is not
-        split yet and not on meta is an exception: only the first rank saves it, as in Trainer."""
+        """Save the model. Call it on every rank: each rank writes its part. If a transformers or peft model is neither
+        split yet nor on meta, only the first rank saves it, as in Trainer."""
         grid = self.pipeline.grid
         folder = one_folder(Path(output_dir or self.args.output_dir), grid)
         if self._is_whole:
