@@ -62,7 +62,7 @@ class Limit:
             yield
 
     def allow_more(self) -> None:
-        """Restart the limit for the next part of the proof, which may take at least the time of STEPS_MORE steps."""
+        """Restart the limit for the next part of the proof, and allow at least the time of STEPS_MORE steps."""
         if self.seconds is not None:
             self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 
