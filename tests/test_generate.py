@@ -646,7 +646,7 @@ def test_a_generate_that_is_set_after_boost_is_refused(pool: Pool) -> None:
     script has it: it was kept on the model, but the stages called the method of the model's class without it."""
     for errors in pool.run(with_later_generate, 2):
         for error in errors:
-            assert "cannot set model.generate after booster.boost" in error
+            assert "model.generate must not be replaced after booster.boost" in error
             assert "Set it before booster.boost" in error
 
 

@@ -150,8 +150,8 @@ NEED_ALL = {
 }
 
 LATER = (
-    "cannot set model.generate after booster.boost: the stages call the `generate` that the model had at boost. Set "
-    "it before booster.boost, or pass its arguments in each call of model.generate(...)"
+    "model.generate must not be replaced after booster.boost, since the stages call the `generate` that the model had "
+    "at boost. Set it before booster.boost, or pass its arguments in each call of model.generate(...)"
 )
 
 # Attributes of PipelineModel itself. All other attributes are the model's.

@@ -264,7 +264,7 @@ def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]
             raise BatchError(
                 f"this batch has {longest} positions, but a part of the batch has only {shortest}. With more than "
                 f"{limits[name]} positions, {name} ({type(modules[name]).__name__}) computes its frequencies from the "
-                f"number of positions, so this part would get other frequencies. {remedy}, or truncate samples to "
+                f"number of positions, so this part would get different frequencies. {remedy}, or truncate samples to "
                 f"{limits[name]} positions"
             )
 

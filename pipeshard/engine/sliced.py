@@ -40,8 +40,8 @@ class SlicedRoutes:
 
 @dataclass(frozen=True)
 class SlicedMicrobatch:
-    """A microbatch on one stage: its `slices` with `sizes` positions, the microbatch on which the head runs (`head`),
-    and the `joints` that combine the slices' results into the inputs of the head."""
+    """A microbatch on one stage: its `slices`, their lengths in positions (`sizes`), the microbatch on which the head
+    runs (`head`), and the `joints` that combine the slices' results into the inputs of the head."""
 
     slices: Sequence[Microbatch]
     sizes: Sequence[int]

@@ -29,7 +29,7 @@ from pipeshard.graph.writes import is_written, note
 
 logger = logging.getLogger("pipeshard")
 
-FIRST = 3  # this many first updates of a model are compared before they change a parameter
+FIRST = 3  # the number of a model's first updates that are compared before they change a parameter
 BITS = 61  # bits of the digest of the options, which is sent as a signed 64-bit integer
 ODD = 3  # multiplies the digest of the used options, so that differences of the two summed digests do not cancel
 ONE = 2**32  # the integer that is sent for a factor of 1
