@@ -151,7 +151,7 @@ class Dataflow:
     branch after the last call. `has_branches` is True if the forward or the criterion has such a branch after the last
     call. `consulted` are the leaves of the batch on which glue branches, or to which glue writes (`rewritten`). The
     Dataflow is valid only for the traced values of the leaves `watched`, such as image sizes and masks used as indices
-    (in the criterion, only masks for which code reads the result's size). `glue_random` is True if glue may use random
+    (in the criterion, only if code reads the size of the result). `glue_random` is True if glue may use random
     numbers or the model has its own checkpoints, and `python_random` if any code uses `random` or numpy's generator.
     `tail` counts the flops of glue's operators on parameters after the last call. `touched` are the values that
     operators of glue received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only

@@ -318,7 +318,7 @@ class Reading(TorchFunctionMode):
 
     Four uses are reported as decisions: reading values or the address of a tensor (`tolist`, `data_ptr`, ...);
     splitting at the positions in a tensor; converting a list with tensors to a tensor or an index; and differentiating
-    unit results in glue, since each stage has only a part of the graph (in a trace, these gradients are zeros). Range
+    unit results in glue, since each stage has only a part of their graph (in a trace, these gradients are zeros). Range
     checks of `one_hot` are not decisions. Hooks on gradients and reads of sizes that depend on values of the batch are
     also reported. Raises RuntimeError if autocast would cast inside a unit on meta, since autocast does not cast meta
     tensors. Reading a meta tensor's address (0) also raises RuntimeError, since a kernel would access memory there.

@@ -45,7 +45,8 @@ UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 
 
 class Source(NamedTuple):
-    """The way in which a tree of values leaves a unit call. Without `module` or `place`, the tree is the unit's result.
+    """The way in which a tree of values leaves a unit call. If `module` and `place` are both unset, the tree is the
+    unit's result.
 
     With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`.
     Forward hooks collect such results (attentions, router logits). With `place`, a path that starts at the unit or its
