@@ -101,7 +101,7 @@ def zbv(p: int, m: int, v: int = 2) -> Program:
 
 
 def v_half(p: int, m: int, v: int = 2) -> Program:
-    """zbv's V with about half of its activations for large p (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
+    """A V with about half of zbv's activations for large p (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
 
     rank 0  F0@0 F1@0 .... F0@3 B0@3 W0@3 F2@0 F1@3 B1@3 W1@3 B0@0 W0@0 .... F2@3 B2@3 W2@3 B1@0 W1@0 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 F1@1 .... B0@2 F1@2 W0@2 F2@1 B0@1 B1@2 W0@1 F2@2 W1@2 B1@1 B2@2 W1@1 W2@2 B2@1 W2@1 ....
@@ -114,7 +114,7 @@ def v_half(p: int, m: int, v: int = 2) -> Program:
 
 
 def v_min(p: int, m: int, v: int = 2) -> Program:
-    """zbv's V with about a third of its activations for large p (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
+    """A V with about a third of zbv's activations for large p (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
 
     rank 0  F0@0 .... .... F0@3 B0@3 W0@3 F1@0 B0@0 W0@0 F1@3 B1@3 W1@3 F2@0 B1@0 W1@0 F2@3 B2@3 W2@3 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 .... .... B0@2 B0@1 F1@1 F1@2 W0@2 W0@1 B1@2 B1@1 F2@1 F2@2 W1@2 W1@1 B2@2 B2@1 W2@2 W2@1

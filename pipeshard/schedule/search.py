@@ -25,8 +25,8 @@ F, B, W = Kind.F, Kind.B, Kind.W
 class StageCosts(NamedTuple):
     """The stages of a pipeline. All fields except `room` have one entry per stage: the stage's rank, the costs of its
     F, B and W, the memory that a microbatch takes from its F to its last action, and the durations of two messages (the
-    stage's input, and the gradients that the stage sends back). `room` is each rank's memory for microbatches. A step
-    can only be `scheduled` if each rank has room for one microbatch. A stage whose weight cost is 0 has no W."""
+    stage's input, and the gradients that the stage sends back). `room` is each rank's memory for microbatches.
+    `scheduled` requires room for at least one microbatch on each rank. A stage whose weight cost is 0 has no W."""
 
     placement: tuple[int, ...]
     forward: tuple[float, ...]

@@ -87,10 +87,10 @@ def simulate(
 
     `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with W, a
     B without its own W costs `backward` and `weight` together. A rank runs its compute actions one at a time, in order,
-    each once its input has arrived. Posting a message never blocks a rank. A transfer begins when both its send and its
-    receive are posted, and all earlier transfers in the same direction between the two ranks are complete. `latency` is
-    the duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the gradients
-    that a stage sends back (by default `latency`): one number, or one per stage.
+    and waits for the input of each action. Posting a message never blocks a rank. A transfer begins when both its send
+    and its receive are posted, and all earlier transfers in the same direction between the two ranks are complete.
+    `latency` is the duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the
+    gradients that a stage sends back (by default `latency`): one number, or one per stage.
 
     Raises DeadlockError if the program cannot finish (the error then lists the waiting ranks and their messages), or if
     a rank receives another rank's messages in a different order than they are sent. Raises ConfigurationError for costs
