@@ -102,8 +102,8 @@ def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: i
 def _refuse_packed(batch: Batch, is_flash: bool) -> None:
     """Raise BatchError for a sample with several documents: with a cache, position ids do not separate documents, and
     slices receive no boundaries. With a mask, position ids that restart are accepted, since they do not separate
-    documents without a cache either. The exception is flash attention on a batch of one row, which separates documents
-    up to the first padding."""
+    documents without a cache either. The exception is flash attention: in a batch of one row, it separates documents up
+    to the first padding."""
     positions, mask = batch.tensors.get(POSITIONS), batch.tensors.get(MASK)
     whole = [row * sequence_of(batch) for row in range(batch.rows + 1)]
     for path, leaf in batch.tensors.items():
