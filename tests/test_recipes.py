@@ -1063,7 +1063,7 @@ def test_a_folder_in_4_bits_is_planned_as_it_is(tmp_path: Path) -> None:
     assert any(packed_layers(blank))
     assert {parameter.dtype for parameter in blank.parameters() if parameter.requires_grad} == {torch.bfloat16}
     read.load_in_4bit = True
-    with pytest.raises(ConfigurationError, match="quantized already: set load_in_4bit=false"):
+    with pytest.raises(ConfigurationError, match="already quantized: set load_in_4bit=false"):
         dry_run.planned(read)
 
 

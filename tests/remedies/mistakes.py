@@ -434,7 +434,7 @@ def in_16_bits() -> list[str]:
         engine = pipeshard.initialize(
             model, optimizer, pp_size=dist.get_world_size(), num_microbatches=2, dry_run_input=data(0), **options
         )
-        warned = any("Pass PipelinePlugin(precision='bf16')" in each for each in told)
+        warned = any("pass PipelinePlugin(precision='bf16')" in each for each in told)
         if dist.get_rank() == 0 and warned != (options["precision"] == "fp32"):
             found.append(f"{options}: {told}")
     for seed in range(20):
