@@ -1132,7 +1132,7 @@ def kept_inner() -> None:
         sides.engine.execute_pipeline(sides.own(sides.batches(0)), sides.engine.model)
         for parameter in of_optimizer(inner):
             parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(UsageError, match=r"this SGD was not boosted.*Call step\(\) on the returned optimizer"):
+        with pytest.raises(UsageError, match=r"this SGD was not boosted.*call step\(\) on the returned optimizer"):
             inner.step()
         inner.zero_grad()
         assert not gradients(of_optimizer(inner))

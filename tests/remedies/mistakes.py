@@ -267,7 +267,7 @@ MISTAKES = {
     ),
     "another optimizer": Mistake(
         (TROUBLES + "step an optimizer",),
-        r"UsageError: .*Call step\(\) on the returned optimizer",
+        r"UsageError: .*call step\(\) on the returned optimizer",
         step_another,
         step_the_returned,
     ),
