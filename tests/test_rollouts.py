@@ -135,7 +135,7 @@ def refused(folder: str) -> None:
     with (
         launched(),
         mock.patch.dict(rollouts.KINDS["often"].given, {"rollout_func": dict}),
-        pytest.raises(ConfigurationError, match="does not support rollout_func: every rank would run this code"),
+        pytest.raises(ConfigurationError, match="does not support rollout_func: every rank would call it separately"),
     ):
         make("often", folder, plugin)
 
