@@ -12,25 +12,26 @@ HEAD = """\
 
 `make bench` measures everything on this page and writes the page. Each contender is a pair of processes with one thread
 each, connected by gloo, on a machine with two CPU cores. The processes of a contender stay alive until the last round,
-and are stopped (SIGSTOP) while another contender runs. In each round, every contender runs once. The order rotates from
-round to round. Round 0 is the warm-up, which is not timed. All contenders start from the same weights. The losses of
-all contenders are compared step by step, and may differ from their median by at most 0.01 %.
+and are stopped (SIGSTOP) while another contender runs. In each round, every contender runs once. The order of the
+contenders rotates from round to round. Round 0 is the warm-up, which is not timed. All contenders start from the same
+weights. The benchmark compares the losses of all contenders step by step. A loss may differ from the median by at most
+0.01 %.
 
 The lists below the tables compare the results with targets. A line ends with "NOT MET" if a target was missed."""
 
 PEERS = """\
 ## Requirements and limitations of the peers
 
-- **torch** requires hand-written stages. It does not support tied weights, so the benchmark sums the gradients of both
-  copies. A step fails if the length of a message differs from its length in the first step.
-- **DeepSpeed** requires a list of layers, each a module with one input. It clips gradients to norm 1.0 by default
-  (turned off here with `"gradient_clipping": 0.0`). With `dynamic_shape=False`, a batch of a new length is rejected, or
-  read into a buffer that has the length of the first batch.
-- **ColossalAI** 0.5.0 only supports transformers 4.51.3. On a CPU, its communication calls `is_hccl_available`, which
-  only torch's builds for Ascend have, and its GPT-2 sets a CUDA device: the benchmark patches both. ColossalAI's GPT-2
-  requires an `attention_mask` in addition to the ids. With sdpa, it attends to future tokens, so all contenders use
-  eager attention for GPT-2. With `enable_metadata_cache=False`, which changing lengths require, ColossalAI pickles a
-  header for every message."""
+- **torch** requires hand-written stages. torch does not support tied weights between stages, so the benchmark sums the
+  gradients of both copies. A step fails if the length of a message differs from its length in the first step.
+- **DeepSpeed** requires a list of layers, each a module with one input. By default, DeepSpeed clips gradients to norm
+  1.0 (turned off here with `"gradient_clipping": 0.0`). With `dynamic_shape=False`, a batch of a new length is
+  rejected, or read into a buffer that has the length of the first batch.
+- **ColossalAI** 0.5.0 only supports transformers 4.51.3. To run ColossalAI on a CPU, the benchmark patches its
+  communication, which calls `is_hccl_available` (only torch's builds for Ascend have this function), and its GPT-2,
+  which sets a CUDA device. ColossalAI's GPT-2 requires an `attention_mask` in addition to the ids. With sdpa,
+  ColossalAI's GPT-2 attends to future tokens, so all contenders use eager attention for GPT-2. With
+  `enable_metadata_cache=False`, which changing lengths require, ColossalAI pickles a header for every message."""
 
 LEFT, RIGHT = 0.8, 1.2  # limits of the x axis: differences between bars that start at 0 are hard to see
 

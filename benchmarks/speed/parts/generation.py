@@ -13,13 +13,13 @@ from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
 
 TEXT = """\
-The llama of the first section, with hidden size 896, generates for 8 prompts with two stages. "One" has one microbatch
-in flight (`model.generate(..., num_microbatches=1)`), so one stage waits while the other stage computes. "Default"
-splits a forward into microbatches of at least 256 tokens. Long prompts (512 tokens, 2 new tokens) are compute-bound,
-and are split into 8 microbatches; the simulation predicts a speedup of 1.78. Short prompts (8 tokens, 32 new tokens)
-are bound by reading the weights, and are not split. "Two" splits the 8 prompts into two microbatches. "One process"
-runs the whole model on its own core. With stages, the time of a token is the sum of the times of all stages and
-messages."""
+The llama of the first section, with hidden size 896 and two stages, generates tokens for 8 prompts. "One" has one
+microbatch in flight (`model.generate(..., num_microbatches=1)`), so one stage waits while the other stage computes.
+"Default" splits a forward into microbatches of at least 256 tokens. Long prompts (512 tokens, 2 new tokens) are
+compute-bound, and are split into 8 microbatches. For long prompts, the simulation predicts a speedup of 1.78. Short
+prompts (8 tokens, 32 new tokens) are limited by the time to read the weights, and are not split. "Two" splits the 8
+prompts into two microbatches. "One process" runs the whole model on its own core. In a pipeline, the time of a token is
+the sum of the times of all stages and messages."""
 
 WORKS = {"long prompts": (512, 2), "single tokens": (8, 32)}
 FLIGHT, COST = 0.8 * RANKS, 1.15  # least speedup over one microbatch; most time per token, relative to one process

@@ -33,15 +33,21 @@ from pipeshard.verify.proof import prove
 
 TEXT = """\
 Guards are the checks that pipeshard runs in every step. Guards check that the following match the trace or have not
-changed: the results of units (modules that are never split, such as layers), the values that receive gradients, flags
-of the model, the results of conditions that the model's code evaluates on a batch, the set of trained parameters and,
-before an update, the gradients and the options of the update. Every call of every guard is timed, including the cost of
-the clock. Two stages run in two processes. The table shows the CPU time of the training thread, on the rank on which
-guards take the larger share of a step.
+changed:
 
-The proof is the comparison with the unsplit model that `verify=True` runs, here for two stages, with all ranks in one
-process. The table shows the CPU time of the proof over all threads, and how many training steps of the unsplit model on
-the whole batch take the same time."""
+- the results of units (modules that are never split, such as layers);
+- the values that receive gradients;
+- flags of the model;
+- the results of conditions that the model's code evaluates on a batch;
+- the set of trained parameters;
+- before an update, the gradients and the options of the update.
+
+The benchmark times every call of every guard, and includes the cost of the clock. Two stages run in two processes. The
+table shows the CPU time of the training thread, on the rank on which guards take the larger share of a step.
+
+The proof is the comparison with the unsplit model that `verify=True` runs. Here, the proof covers two stages, with all
+ranks in one process. "Proof (s)" is the CPU time of the proof over all threads. "Proof (unsplit steps)" is the number
+of training steps of the unsplit model on the whole batch that take the same time."""
 
 Work = tuple[int, int, int, int, int]
 # name: hidden size, layers, sequence length, microbatches, samples per microbatch

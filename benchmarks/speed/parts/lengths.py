@@ -15,10 +15,11 @@ from benchmarks.speed.work import Work
 TEXT = """\
 The model is the llama of the first section, with m = 4. Each contender runs as two pairs of processes. The first pair
 trains on samples of 128 tokens in every step. The second pair trains on samples of a new length in every step (128
-tokens on average in each round). "Slowdown" is the additional time of the second pair, relative to the first pair in
-the same round. "Minus one process" subtracts the slowdown of the unsplit model, which sends no messages. For changing
-lengths, ColossalAI requires `enable_metadata_cache=False`, and DeepSpeed requires `dynamic_shape=True`. For the fixed
-length, both use their default settings, which are faster. torch's schedule has no setting for changing lengths."""
+tokens on average in each round). "Slowdown" is the additional time of the second pair, relative to the time of the
+first pair in the same round. "Minus one process" subtracts the slowdown of the unsplit model, which sends no messages.
+For changing lengths, ColossalAI requires `enable_metadata_cache=False`, and DeepSpeed requires `dynamic_shape=True`.
+For the fixed length, ColossalAI and DeepSpeed use their default settings, which are faster. torch's schedule has no
+setting for changing lengths."""
 
 OURS = ours("1f1b")
 BAR = 0.03
@@ -59,7 +60,7 @@ def run(effort: Effort, progress: Progress) -> Section:
     failed = [failure for failure in failures(lanes, outcomes) if not failure.startswith(refusing)]
     if not outcomes[refusing].error:
         failed.append(f"{refusing}: it ran, but this page says that torch does not support changing lengths")
-    text = f"{TEXT} In this run, it {(outcomes[refusing].error or 'ran').rstrip('.')}."
+    text = f"{TEXT} In this run, the schedule {(outcomes[refusing].error or 'ran').rstrip('.')}."
     raw = {name: vars(outcome) for name, outcome in outcomes.items()}
     return Section("Changing lengths", text, [Table(str(work), columns, rows)], bars, failed, raw)
 

@@ -14,12 +14,13 @@ from pipeshard.schedule import SCHEDULES
 
 TEXT = """\
 The model is a llama whose activations take more memory than its parameters. "Peak" is the largest resident memory of a
-rank during a step, minus its resident memory at the start of the step (gradients and activations; the largest value of
-all rounds). "Activations" is the peak divided by the memory that one microbatch's forward leaves allocated on all
-stages of this rank; this memory is measured separately. "Simulated" is the number of activations in the simulation: the
-activations of a microbatch count from its F to its last B or W. In schedules with two chunks per rank, each chunk's
-activations count from the chunk's own F to its last B or W, as a fraction of the activations of both chunks. In this
-section, the allocator returns freed memory to the system immediately."""
+rank during a step, minus its resident memory at the start of the step. This difference contains the gradients and the
+activations. The table shows the largest value of all rounds. "Activations" is the peak divided by the memory that one
+microbatch's forward leaves allocated on all stages of this rank. The memory of this forward is measured separately.
+"Simulated" is the largest number of activations in the simulation. The activations of a microbatch count from its F to
+its last B or W. In schedules with two chunks per rank, each chunk's activations count from the chunk's own F to its
+last B or W, as a fraction of the activations of both chunks. In these measurements, the allocator is configured to
+return freed memory to the system immediately."""
 
 # glibc otherwise keeps freed memory, and the peak of a step would include earlier steps.
 PROMPT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

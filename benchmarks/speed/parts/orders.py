@@ -22,13 +22,14 @@ from pipeshard.planner.profile import profile_units
 from pipeshard.schedule import Program, make_program, program_of, shorten_cooldown, simulate_parts
 
 TEXT = """\
-These schedules are simulated, since the machine has two cores. The costs are measured: F, B and W of each unit of a
-llama like that of the first section, but with 32 layers. For torch, the simulation uses the compute actions that
-torch's schedule classes generate; for pipeshard, it uses the actions that pipeshard runs. All schedules cut the model
-into stages with equal numbers of layers, except "auto" (`schedule="auto"`), which searches for a program and its cuts
-within the memory that 1F1B needs. In the simulation, messages take no time. "Idle" is the share of the ranks' time in
-which they compute nothing, "time" is the step time relative to torch's 1F1B, and "activations" is the largest number of
-microbatches whose activations a rank keeps. torch's DualPipeV requires at least one microbatch per stage."""
+The schedules in this section are simulated, since the machine has only two cores. The simulation uses measured costs:
+the F, B and W times of each unit of a llama with 32 layers, hidden size 384 and a vocabulary of 8,192 entries. For
+torch, the simulation uses the compute actions that torch's schedule classes generate; for pipeshard, it uses the
+actions that pipeshard runs. All schedules except "auto" cut the model into stages with equal numbers of layers. "Auto"
+(`schedule="auto"`) searches for a program and its cuts within the memory that 1F1B needs. In the simulation, messages
+take no time. "Idle" is the share of the time during which the ranks compute nothing. "Time" is the step time relative
+to torch's 1F1B. "Activations" is the largest number of microbatches whose activations a rank keeps. torch's DualPipeV
+requires at least one microbatch per stage."""
 
 LAYERS, ROWS, LENGTH = 32, 2, 128
 SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "vocab_size": 8192}

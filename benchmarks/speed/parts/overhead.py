@@ -15,13 +15,13 @@ from benchmarks.speed.work import Work
 TEXT = """\
 A llama with hidden size 64 and 8 layers trains on 64 microbatches per step, each with one sample of 32 tokens. The
 forward of a stage takes a few milliseconds, most of which is spent outside matrix products. "Time / 1F1B" is the time
-of the contender divided by the time of pipeshard's 1F1B in the same round (median and quartiles). If this ratio is
-above 1, pipeshard's 1F1B is faster. The stages written for torch only loop over the layers, and omit the code that the
+of the contender divided by the time of pipeshard's 1F1B in the same round (median and quartiles). A ratio above 1 means
+that pipeshard's 1F1B is faster. The stages written for torch only loop over the layers, and omit the code that the
 model's own forward runs around the layers (mostly masks). pipeshard runs the model's own forward on every stage.
 
-"Compiled" is `compile=True`; torch's contender instead calls `compile()` on each layer. "C++ calls" is
-`compile={"options": {"cpp_wrapper": True}}`; torch's contender uses the same option. With this option, compiled C++
-code launches the kernels of a layer; without it, Python code does."""
+"Compiled" is `compile=True`. torch's contender calls `compile()` on each layer instead. "C++ calls" is
+`compile={"options": {"cpp_wrapper": True}}`. torch's contender uses the same option. With `cpp_wrapper`, compiled C++
+code launches the kernels of a layer. Without this option, Python code launches the kernels."""
 
 OURS = ours("1f1b")
 COMPILED = [True, CPP_CALLS]

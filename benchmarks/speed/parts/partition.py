@@ -14,12 +14,12 @@ from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
 
 TEXT = """\
-The model is a llama with 24 layers and a vocabulary of 128k entries. Its head and loss take about as much time as all
-of its layers. The plugin splits the model into two stages with the partition rules "uniform", "auto" and "profile". A
-unit is a module that is never split, such as a layer; "units" is the number of unit calls on each stage. Stage times
-are medians of the forward and backward of one microbatch. "profile" predicts seconds. The other rules predict relative
-costs, which are scaled so that their sum equals the measured time of both stages. The second table compares zbv with a
-searched schedule (`schedule="auto"`), for the same model."""
+The model is a llama with 24 layers and a vocabulary of 128k entries. The head and the loss take about as much time as
+all layers together. The plugin splits the model into two stages with the partition rules "uniform", "auto" and
+"profile". A unit is a module that is never split, such as a layer. "Units" is the number of unit calls on each stage.
+Stage times are median times of one microbatch's forward and backward. "profile" predicts seconds. "uniform" and "auto"
+predict relative costs. The table shows these costs scaled so that their sum equals the measured time of both stages.
+The second table compares zbv with a searched schedule (`schedule="auto"`), for the same model."""
 
 RULES = ("uniform", "auto", "profile")
 JUDGED = ("auto", "profile")

@@ -22,20 +22,20 @@ from pipeshard.slices.refusals import attention_slope
 
 TEXT = """\
 A llama with hidden size 896, 4 layers and a vocabulary of 256 trains on m samples of 2,048 tokens per step, one per
-microbatch. With this vocabulary, the head takes little time, so both stages take equally long, as the limit assumes.
-`num_slices=n` splits each sample into n slices, so that stages do not wait for whole samples. "Speedup" is the time of
-the table's first row divided by the time of the contender in the same round (median and quartiles). In the first row,
-samples are not sliced: this row is torch's 1F1B or, for m = 1, one process, because torch requires at least as many
-microbatches as stages, and with m = 1, stages would run one after the other. "Limit" is the speedup in a simulation in
-which the n slices of a sample together take as long as the whole sample, and F, B and W take the same time. pipeshard's
-1F1B splits its last backwards (`shorten_cooldown`). In practice, the slices together take longer than the sample: a
-matrix product with 256 rows takes longer per row than one with 2,048 rows, and Python takes additional time for each
-slice.
+microbatch. With such a small vocabulary, the head takes little time, so both stages take equally long, as the limit
+assumes. `num_slices=n` splits each sample into n slices, so that stages do not wait for whole samples. "Speedup" is the
+time of the table's first row divided by the time of the contender in the same round (median and quartiles). In the
+first row, samples are not sliced. This row is torch's 1F1B for m = 2, and one process for m = 1. The reason is that
+torch requires at least as many microbatches as stages, and that stages would run one after the other with m = 1.
+"Limit" is the simulated speedup. The simulation assumes that the n slices of a sample together take as long as the
+whole sample, and that F, B and W take the same time. pipeshard's 1F1B splits its last backward passes into B and W
+(`shorten_cooldown`). In practice, the slices together take longer than the whole sample. A matrix product with 256 rows
+takes longer per row than one with 2,048 rows, and Python takes additional time for each slice.
 
 The last table shows the peak memory of the first rank during a step, divided by the memory that the forward of a whole
-microbatch leaves allocated. This measurement uses m = 4, and a small model whose activations take more memory than
-everything else. The slices have different lengths, so that they take equally long. The first slices attend to the
-fewest tokens, so they are the longest. "Simulated" takes the lengths of the slices into account."""
+microbatch leaves allocated. The memory is measured with m = 4, and with a small model whose activations take more
+memory than everything else. The slices have different lengths, so that all slices take equally long. The first slices
+attend to the fewest tokens, so they are the longest. "Simulated" takes the lengths of the slices into account."""
 
 SLICES = 4, 6, 8
 BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: the least speedup over whole samples

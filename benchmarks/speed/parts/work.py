@@ -17,18 +17,20 @@ from pipeshard.schedule import SCHEDULES
 
 TEXT = """\
 All contenders train the same model on the same batches with AdamW in fp32 and p = 2. The layers are split into equal
-parts. Times are per step: medians over the rounds, with quartiles. The limit of a schedule is its simulated makespan
-plus the time of the optimizer's step. The simulation uses the F, B and W times of each stage (forward, input gradients,
-weight gradients), measured in the same round. In the simulation, messages, tied weights and Python take no time.
+parts. The tables show the time per step, as a median over the rounds with quartiles. The limit of a schedule is its
+simulated makespan plus the time of the optimizer's step. The simulation uses each stage's times for F (forward), B
+(input gradients) and W (weight gradients), measured in the same round. In the simulation, messages, tied weights and
+Python take no time.
 
-In the plot and in the column "time / limit", the time of a step is divided by the limit of the published 1F1B schedule,
-which the peers run. "Own limit" is the limit of the schedule that the contender itself runs. pipeshard's own limit is
-lower: after its last forward, a rank sends each input gradient before it computes the weight gradients of that
-microbatch (`shorten_cooldown`). "One process" is the unsplit model with gradient accumulation. Two copies of this
-process run at the same time, one on each core, because two ranks also share memory bandwidth and clock frequency. "Loss
-error" is the largest relative difference from the median loss of all contenders.
+The plot and the column "time / limit" show the time of a step divided by the limit of the published 1F1B schedule. The
+peers run this schedule. "Own limit" is the limit of the schedule that the contender itself runs. For 1F1B, pipeshard's
+own limit is lower than that of the published schedule: after its last forward, a rank sends each input gradient before
+it computes the weight gradients of that microbatch (`shorten_cooldown`). "One process" is the unsplit model with
+gradient accumulation. Two copies of "one process" run at the same time, one on each core, because the two ranks of a
+pipeline also share memory bandwidth and clock frequency. "Loss error" is the largest relative difference from the
+median loss of all contenders.
 
-In the list below the tables, the results of pipeshard's 1F1B are geometric means over all tables. The other results
+In the list below the tables, the results of pipeshard's 1F1B are geometric means over all tables. All other results
 compare pipeshard's fastest schedule with the fastest peer."""
 
 
