@@ -16,7 +16,7 @@ TEXT = """\
 The model is a llama whose activations take more memory than its parameters. "Peak" is the largest resident memory of a
 rank during a step, minus its resident memory at the start of the step. This difference contains the gradients and the
 activations. The table shows the largest value of all rounds. "Activations" is the peak divided by the memory that one
-microbatch's forward leaves allocated on all stages of this rank. The memory of this forward is measured separately.
+microbatch's forward leaves allocated on all stages of the rank. The memory of this forward is measured separately.
 "Simulated" is the largest number of activations in the simulation. The activations of a microbatch count from its F to
 its last B or W. In schedules with two chunks per rank, each chunk's activations count from the chunk's own F to its
 last B or W, as a fraction of the activations of both chunks. In these measurements, the allocator is configured to

@@ -20,10 +20,10 @@ from pipeshard.split.route import Route
 TEXT = """\
 Each stage runs the model's own forward. If another stage holds a unit (a module that is never split, such as a layer),
 the forward calls the unit, but does not compute it. This section measures the cost of such a call. The measured stage
-is the last stage, which has one layer. It is measured in a model with few layers and in a model with many layers. The
-cost per unit is the difference between the stage's forward times for the two models, divided by the difference between
-their numbers of layers. This cost includes the call itself, finding the call's position in the trace, and creating a
-tensor that replaces the unit's result."""
+is the last stage, which has one layer. This stage is measured in a model with few layers and in a model with many
+layers. The cost per unit is the difference between the stage's forward times for the two models, divided by the
+difference between their numbers of layers. This cost includes the call itself, finding the call's position in the
+trace, and creating a tensor that replaces the unit's result."""
 
 FEW, MANY = 4, 68
 WIDTH = 16
