@@ -42,5 +42,5 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     random.setstate(state["python"])
     if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # NumPy does not check its position
-        raise ValueError(f"NumPy's position is {state['numpy'][2]}, outside its keys")
+        raise ValueError(f"NumPy's position is {state['numpy'][2]}, outside the generator's keys")
     np.random.set_state(state["numpy"])

@@ -72,7 +72,7 @@ class StoredTensors:
         if lost := sorted(listed.keys() - self.shapes.keys()):
             raise CheckpointError(
                 f"the index of {path} lists {lost[0]!r} in {listed[lost[0]]!r}, but that file does not contain this "
-                f"tensor (number of such tensors: {len(lost)}): the checkpoint is incomplete. Save or download it again"
+                f"tensor. The checkpoint is incomplete (missing tensors: {len(lost)}): save or download it again"
             )
         self.scales = _scales(self.shapes)
         for of_weight in self.scales.values():
@@ -147,7 +147,7 @@ class StoredRows:
         with _naming_file(self.file), self.file.open("rb") as content:
             content.seek(self.begin + first * size)
             if content.readinto(into) < read.nbytes:
-                raise OSError("it is shorter than its header declares")
+                raise OSError("the file is shorter than its header declares")
         return read
 
 
@@ -183,7 +183,7 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
     try:
         listed = read_document(path)["weight_map"]
         if not isinstance(listed, dict):
-            raise TypeError("its weight_map must be a JSON object")
+            raise TypeError("the weight_map must be a JSON object")
         files = sorted({_of_folder(path, name) for name in listed.values()})
         lost = [file for file in files if not (path.parent / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -248,7 +248,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     )
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(
-            f"{file} does not contain a dict from names to tensors: pass a file with the weights of a model"
+            f"{file} does not contain a dict that maps names to tensors: pass a file with the weights of a model"
         )
     if hollow := [key for key, value in state.items() if not has_content(value)]:
         raise CheckpointError(f"{file} has no values for {short(hollow[0])}: pass a file with the weights of a model")

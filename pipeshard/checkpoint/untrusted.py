@@ -42,16 +42,16 @@ def read_document(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError("it does not exist")
     if (size := file.stat().st_size) > LARGEST_JSON:
-        raise ValueError(f"it is {size} bytes long, more than the limit of {LARGEST_JSON}")
+        raise ValueError(f"the file is {size} bytes long, more than the limit of {LARGEST_JSON}")
     text = file.read_text("utf-8")
     if (values := sum(map(text.count, ",[{"))) > VALUES:
-        raise ValueError(f"it contains about {values} values, more than the limit of {VALUES}")
+        raise ValueError(f"the file contains about {values} values, more than the limit of {VALUES}")
     try:
         content = json.loads(text)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the JSON is nested too deeply") from error
     if not isinstance(content, dict):
-        raise ValueError(f"its content must be a JSON object, but has type {type(content).__name__}")
+        raise ValueError(f"the file must contain a JSON object, but contains a {type(content).__name__}")
     return content
 
 
@@ -102,7 +102,7 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
                 raise ValueError(f"{key}={number} is more than the limit of {RANK}")
         prompt = [document.get(key) for key in PROMPT]
         if (values := math.prod(number for number in prompt if type(number) is int)) > VIRTUAL:
-            raise ValueError(f"its virtual tokens contain {values} elements, more than the limit of {VIRTUAL}")
+            raise ValueError(f"the virtual tokens would contain {values} elements, more than the limit of {VIRTUAL}")
         keys = ("target_modules", "exclude_modules", "layers_pattern")
         patterns = [document[key] for key in keys if isinstance(document.get(key), str)]
         mappings = [document.get(key) for key in ("rank_pattern", "alpha_pattern")]
@@ -185,10 +185,12 @@ def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
             check=True,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"matching its patterns {patterns} takes more than {MATCHING_SECONDS:g} seconds") from None
+        raise ValueError(f"matching the patterns {patterns} takes more than {MATCHING_SECONDS:g} seconds") from None
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:]
-        raise ValueError(f"its patterns {patterns} are not valid regular expressions: {' '.join(last)}") from None
+        raise ValueError(
+            f"one of the patterns {patterns} is not a valid regular expression: {' '.join(last)}"
+        ) from None
 
 
 # The maximum number of opcodes in a pickle, and of the values that a pickle builds. An optimizer state of 100,000
@@ -265,7 +267,7 @@ def _refuse_bombs(file: IO[bytes]) -> None:
         with zipfile.ZipFile(file) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             if packed:
-                raise ValueError(f"{packed[0]!r} in it is compressed, but torch.save does not compress")
+                raise ValueError(f"the entry {packed[0]!r} is compressed, but torch.save does not compress")
             (name,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
             with archive.open(name) as content:
                 _measure_pickle(_Bounded(content, size))
@@ -295,7 +297,7 @@ def _measure_pickle(content: Any) -> None:
     memo: dict[Any, list[int]] = {}
     for k, (code, argument, _) in enumerate(pickletools.genops(content)):
         if k > MOST_STEPS:
-            raise ValueError(f"unpickling it takes more than {MOST_STEPS} steps: store long lists as tensors")
+            raise ValueError(f"loading the pickle takes more than {MOST_STEPS} steps: store long lists as tensors")
         if code.name == "GLOBAL" and not MADE_OF.fullmatch(str(argument)):
             raise ValueError(f"Unsupported global: GLOBAL {str(argument).replace(' ', '.')} is not a plain value")
         if code.name == "MARK":
@@ -314,7 +316,7 @@ def _measure_pickle(content: Any) -> None:
                 taken.append(stack.pop() or [1])
             total = 1 + sum(count for (count,) in taken)
             if total > MOST_STEPS:
-                raise ValueError(f"it expands to more than {MOST_STEPS} values")
+                raise ValueError(f"the pickle expands to more than {MOST_STEPS} values")
             if code.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"):
                 taken[-1][0] = total  # the container, below its new items
                 stack.append(taken[-1])

@@ -57,11 +57,11 @@ def test_a_document_is_measured_before_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     os.truncate(tmp_path / "config.json", 40 << 30)  # it takes no room on the disk
     with pytest.raises(
-        CheckpointError, match="does not contain a valid model config: ValueError: it is 42949672960 bytes"
+        CheckpointError, match="does not contain a valid model config: ValueError: the file is 42949672960 bytes"
     ):
         folder_config(tmp_path)
     (tmp_path / "config.json").write_text('{"a": [' + "[]," * VALUES + "1]}")
-    with pytest.raises(ValueError, match=r"it contains about 2\d{6} values, more than the limit of 1000000"):
+    with pytest.raises(ValueError, match=r"the file contains about 2\d{6} values, more than the limit of 1000000"):
         read_document(tmp_path / "config.json")
     (tmp_path / "generation_config.json").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match=r"the generation_config.json of .* cannot be read"):
@@ -74,9 +74,9 @@ def test_a_document_is_measured_before_it_is_read(tmp_path: Path) -> None:
         ({"r": 20_000_000}, "r=20000000 is more than the limit of 65536"),
         ({"rank_pattern": {"x": 10**9}}, "x=1000000000 is more than the limit of 65536"),
         ({"rank_pattern": {"q_proj|seed": 10**9}}, "seed=1000000000 is more than the limit of 65536"),
-        ({"num_virtual_tokens": 60_000, "token_dim": 60_000}, "its virtual tokens contain 3600000000 elements"),
+        ({"num_virtual_tokens": 60_000, "token_dim": 60_000}, "the virtual tokens would contain 3600000000 elements"),
         ({"target_modules": "((model|layers|[a-z.0-9]+)+)+!"}, "takes more than 3 seconds"),
-        ({"target_modules": "(("}, "not valid regular expressions: .*unterminated subpattern"),
+        ({"target_modules": "(("}, "is not a valid regular expression: .*unterminated subpattern"),
     ],
 )
 @pytest.mark.turns

@@ -176,10 +176,7 @@ def test_files_that_claim_more_than_they_have_are_refused(tmp_path: Path) -> Non
     with zipfile.ZipFile(file) as whole, zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as packed:
         for entry in whole.infolist():
             packed.writestr(entry.filename, whole.read(entry))
-    refused(
-        lambda: StoredTensors(tmp_path / "packed.bin"),
-        "data.pkl' in it is compressed, but torch.save does not compress",
-    )
+    refused(lambda: StoredTensors(tmp_path / "packed.bin"), "data.pkl' is compressed, but torch.save does not compress")
     file.write_bytes(b"")
     refused(lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(ValueError: pickle exhausted.*\): do")
     file.write_bytes(b"\x80\x02]q\x01." + b"1" * 99)
@@ -205,9 +202,9 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     refused(index_of(folder, {"a": "\ud800"}), r"refers to '\\ud800', which is missing: the checkpoint is incomplete")
     refused(index_of(folder, {"a": "snapshot"}), "which is missing")
     for weights in (None, [], True, 3):
-        refused(index_of(folder, weights), "its weight_map must be a JSON object")
+        refused(index_of(folder, weights), "the weight_map must be a JSON object")
     for text, what in (
-        ("[]", "must be a JSON object, but has type list"),
+        ("[]", "must contain a JSON object, but contains a list"),
         ("[" * 10**5, "nested too deeply"),
         ("{}", "KeyError"),
     ):
@@ -251,7 +248,7 @@ def test_a_pickle_takes_no_more_than_its_file_says(tmp_path: Path, legacy: bool)
         with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w") as new:
             for name in old.namelist():
                 new.writestr(name, doubled(60) if name.endswith("data.pkl") else old.read(name))
-    refused("it expands to more than 4000000 values")
+    refused("the pickle expands to more than 4000000 values")
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.9)
     steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 2])
     honest = {
@@ -359,7 +356,7 @@ def test_a_document_that_is_too_large_is_not_read(name: str, tmp_path: Path, mon
         with pytest.raises(CheckpointError) as caught:
             StoredTensors(tmp_path)
         said = str(caught.value)
-    assert "it is 67108865 bytes long, more than the limit of 67108864" in said
+    assert "the file is 67108865 bytes long, more than the limit of 67108864" in said
 
 
 def test_headers_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
