@@ -507,7 +507,7 @@ def loading_wrong(folder: str) -> None:
 def test_a_checkpoint_that_does_not_fit_is_refused(pool: Pool, tmp_path: Path) -> None:
     zoo.build("gpt2").save_pretrained(tmp_path / "gpt2")
     for message in pool.run_expecting(CheckpointError, loading_wrong, 2, str(tmp_path / "gpt2")):
-        assert "does not fit LlamaForCausalLM: model.embed_tokens.weight is missing" in message
+        assert "does not match LlamaForCausalLM: model.embed_tokens.weight is missing" in message
     (tmp_path / "bad").mkdir()
     index = '{"weight_map": {"lm_head.weight": "../gpt2/model.safetensors"}}'
     (tmp_path / "bad" / "model.safetensors.index.json").write_text(index)

@@ -69,8 +69,8 @@ def refuse_differing_folders(what: str, folder: Path, group: dist.ProcessGroup) 
     """Raise UsageError, on every rank, if `folder` differs between ranks. `what` names the folder in the message."""
     if apart := differing_folders(folder, group):
         raise UsageError(
-            f"{what} differs between ranks: {apart}. Pass the same folder on every rank. If its path contains the "
-            "time, compute the path on one rank, and broadcast it"
+            f"{what} differs between ranks: {apart}. Pass the same folder on every rank. If the path contains "
+            "a timestamp, compute the path on one rank and broadcast it"
         )
 
 
@@ -142,8 +142,8 @@ def make_way(target: Path, mark: str, own: str = ALL) -> None:
         raise CheckpointError(f"{target} is {what}, so a save cannot replace it: choose a new folder inside it")
     if mark and target.exists() and any(target.iterdir()) and not (target / mark).exists():
         raise CheckpointError(
-            f"{target} contains files, but no {mark}, so no save wrote this folder. Saving would delete the files: "
-            "choose another folder"
+            f"{target} is not a folder that a save wrote: it contains files, but no {mark}. Saving would delete these "
+            "files: choose another folder"
         )
     complete_save(target, own)
 

@@ -20,8 +20,8 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
     for name in ("force_download", "code_revision"):
         if options.pop(name, None):
             raise ConfigurationError(
-                f"{name} has no effect, since from_pretrained only reads files that are already on this machine. Omit "
-                "this argument, download the model with huggingface_hub.snapshot_download, and pass the returned folder"
+                f"{name} has no effect, since from_pretrained reads only files that are already on this machine. Omit "
+                f"{name}, download the model with huggingface_hub.snapshot_download, and pass the returned folder"
             )
     inner = options.pop("subfolder", None) or ""
     on_hub = {name: value for name in ("revision", "cache_dir") if (value := options.pop(name, None)) is not None}
@@ -36,9 +36,9 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
     if folder is None:
         given = "".join(f", {option}={str(value)!r}" for option, value in on_hub.items())
         raise CheckpointError(
-            f"{path} is neither a folder nor a model with all its weights in this machine's Hugging Face Hub cache: "
-            "pass a folder that save_pretrained wrote, or download the model once, before the ranks start, with "
-            f"huggingface_hub.snapshot_download({str(path)!r}{given})"
+            f"{path} is not a folder, and this machine's Hugging Face Hub cache does not contain all weights of a "
+            "model with this name. Pass a folder that save_pretrained wrote. To use a model of the Hub, call "
+            f"huggingface_hub.snapshot_download({str(path)!r}{given}) once, before the ranks start"
         )
     return folder
 

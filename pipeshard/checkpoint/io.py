@@ -94,8 +94,8 @@ class PipelineCheckpointIO:
             return
         if (suffix := Path(checkpoint).suffix) in PICKLED and use_safetensors:
             raise CheckpointError(
-                f"use_safetensors=True contradicts the name {checkpoint}, since a {suffix} file has the format of "
-                "torch.save: use the suffix .safetensors instead"
+                f"use_safetensors=True contradicts the name {checkpoint}: a {suffix} file is written in the format of "
+                "torch.save. Use the suffix .safetensors instead"
             )
         self._save(boosted, use_async, lambda tensors: FileSave.plan(boosted, tensors, Path(checkpoint), use_async))
 
@@ -150,9 +150,9 @@ class PipelineCheckpointIO:
 
     @contextmanager
     def _leading(self, boosted: PipelineModel, merge: bool = False) -> Iterator[tuple[bool, dict[str, Tensor]]]:
-        """Context manager that yields whether this rank writes (only ranks in the first replica and slice write), and
-        the tensors that its stage saves (with `merge`, copies into which the adapters are merged). If one rank fails,
-        all ranks raise CheckpointError: on entry if computing the tensors failed, otherwise on exit."""
+        """Context manager that yields whether this rank writes, and the tensors that its stage saves. Only ranks in the
+        first replica and slice write. With `merge`, the tensors are copies with the adapters merged in. If one rank
+        fails, all ranks raise CheckpointError: on entry if computing the tensors failed, otherwise on exit."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = merged(boosted.unwrap(), owned(boosted)) if merge else owned(boosted)
@@ -254,9 +254,9 @@ def refuse_unwrapped_adapters(model: nn.Module) -> None:
     `from_pretrained` would initialize these layers randomly."""
     if isinstance(model, PreTrainedModel) and has_adapters(model):
         raise CheckpointError(
-            f"this {type(model).__name__} has adapters, but is not a PeftModel (model.add_adapter added the adapters, "
-            "or from_pretrained loaded them), so stages cannot save it. Before boost, add the adapters with "
-            "booster.enable_lora(model, lora_config=...), or load them with booster.enable_lora(base, "
+            f"stages cannot save this {type(model).__name__}: it has adapters, but is not a PeftModel "
+            "(model.add_adapter added the adapters, or from_pretrained loaded them). Before boost, add the adapters "
+            "with booster.enable_lora(model, lora_config=...), or load them with booster.enable_lora(base, "
             "pretrained_dir=...). To save this model's adapters, call pipeshard.to_sequential(model, rank=0) on every "
             "rank, and then save_pretrained on the model that it returns on rank 0"
         )

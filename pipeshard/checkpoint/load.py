@@ -304,14 +304,14 @@ class _Plan:
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
     def refuse(self, lists: bool) -> None:
-        """Raise CheckpointError for tensors that do not fit and, with `lists`, for missing or unexpected names."""
+        """Raise CheckpointError for tensors that do not match and, with `lists`, for missing or unexpected names."""
         problems = list(self.problems)
         if lists:
             problems += [f"{name} is missing" for name in self.required]
             problems += [f"{name} is unexpected" for name in self.conversion.unexpected]
         if problems:
             raise CheckpointError(
-                f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}. Pass this model's "
+                f"{self.source.path} does not match {type(self.model).__name__}: {listed(problems)}. Pass this model's "
                 f"checkpoint{' (load_model(..., strict=False) ignores missing and unexpected names)' if lists else ''}"
             )
 
@@ -355,7 +355,7 @@ class _Plan:
                 except OSError as error:
                     key = piece.sources[0][0]
                     raise CheckpointError(
-                        f"{self.source.path} cannot be read at {key} ({error}): check the disk, then try again"
+                        f"{key} cannot be read from {self.source.path} ({error}): check the disk, then try again"
                     ) from error
                 for name in list(made):
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))

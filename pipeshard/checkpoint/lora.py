@@ -47,7 +47,7 @@ def enable_lora(
 
     Raises UsageError if the model is boosted or has adapters. Raises ConfigurationError for `bnb_quantization_config`,
     and for a `lora_config` or saved adapters that this model, or any model on meta, does not support. Raises
-    CheckpointError if `pretrained_dir` does not fit the model, or if a model on meta was created from another folder
+    CheckpointError if `pretrained_dir` does not match the model, or if a model on meta was created from another folder
     that contains adapters.
     """
     from peft import get_peft_model
@@ -58,8 +58,8 @@ def enable_lora(
         loadable = "an unquantized model" if is_quantized(model) else "the model"
         more = f"load {loadable} with its weights, and " if is_blank(model) else ""
         raise UsageError(
-            "the model already has adapters: pass a model without adapters, or boost this model without enable_lora "
-            f"(to add more adapters, {more}call model.add_adapter(name, config))"
+            "the model already has adapters: pass a model without adapters, or boost this model without enable_lora. "
+            f"To add more adapters, {more}call model.add_adapter(name, config)"
         )
     if bnb_quantization_config is not None:
         raise ConfigurationError(
@@ -196,14 +196,14 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
                 own = get_peft_model_state_dict(module, state, adapter)
             if differing := sorted(own.keys() ^ saved.keys()):
                 raise CheckpointError(
-                    f"{within} does not fit the adapter {adapter}: only one of the two has {listed(differing, 3)}. "
+                    f"{within} does not match the adapter {adapter}: only one of the two has {listed(differing, 3)}. "
                     "Load a checkpoint of the same adapters"
                 )
             if resized := [key for key, value in saved.items() if own[key].shape != value.shape]:
                 shape, expected = (tuple(values[resized[0]].shape) for values in (saved, own))
                 raise CheckpointError(
-                    f"{within} does not fit the adapter {adapter}: {resized[0]} has shape {shape}, but {expected} in "
-                    "the model. Load a checkpoint of the same adapters"
+                    f"{within} does not match the adapter {adapter}: {resized[0]} has shape {shape} in the checkpoint, "
+                    f"but {expected} in the model. Load a checkpoint of the same adapters"
                 )
             values |= {names[id(own[key])]: value for key, value in saved.items() if id(own[key]) in names}
         buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -221,8 +221,9 @@ def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[
     tensors = [tensor for name, tensor in state.items() if name.startswith(f"prompt_encoder.{adapter}.")]
     if len(tensors) != 1:
         raise CheckpointError(
-            f"peft saves the prompts of {module.peft_config[adapter].peft_type}, not the {len(tensors)} tensors from "
-            "which the encoder computes them, so training cannot resume from a checkpoint: train without interruption"
+            f"peft saves the prompts of {module.peft_config[adapter].peft_type}, but not the {len(tensors)} tensors of "
+            "the encoder that computes these prompts, so training cannot resume from a checkpoint: train without "
+            "interruption"
         )
     return {"prompt_embeddings": tensors[0]}
 

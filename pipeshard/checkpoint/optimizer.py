@@ -142,8 +142,8 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     with together(boosted.group):
         if problems := list(_problems(content, present)):
             raise CheckpointError(
-                f"{checkpoint} does not fit this optimizer: {listed(problems)}. Load a checkpoint that was saved with "
-                "the same parameters in the same groups"
+                f"{checkpoint} does not match this optimizer: {listed(problems)}. Load a checkpoint that was saved "
+                "with the same parameters in the same groups"
             )
         states = _saved_states(boosted, source, content, held["parameters"].keys())
     _keep_loaded_weights(boosted, states, checkpoint)
@@ -168,8 +168,8 @@ def _keep_loaded_weights(optimizer: PipelineOptimizer, states: ParameterStates, 
     if optimizer.grid.first:
         logger.warning(
             "%s was saved with weights that differ from the weights loaded into the model (such as %s). The loaded "
-            "weights are kept, and the fp32 values in this checkpoint are ignored. To use the fp32 values, load the "
-            "model that was saved with this optimizer first",
+            "weights are kept, and the fp32 values in this checkpoint are ignored. To use the fp32 values, first load "
+            "the model that was saved with this optimizer",
             checkpoint,
             others[0],
         )
@@ -230,10 +230,11 @@ def _refuse_older_folder(source: Path, described: ParameterStates) -> None:
     for (name, key), tensor in state_tensors(described).items():
         if not tensor.is_meta:
             raise CheckpointError(
-                f"{source} was saved with pipeshard 0.2.0, which stored {key} of {name} in the description, where "
-                "values of a sharded parameter are incomplete. Load the folder with version 0.2.0, and save it as one "
-                "file (booster.save_optimizer(..., shard=False)). If the folder belongs to a training state, call "
-                "load_training_state(..., optimizer=None), and then load_optimizer with the new file"
+                f"{source} was saved with pipeshard 0.2.0, which stored {key} of {name} in the description. For a "
+                "sharded parameter, the description contains only the first rank's values. Load the folder with "
+                "version 0.2.0, and save it as one file (booster.save_optimizer(..., shard=False)). If the folder "
+                "belongs to a training state, call load_training_state(..., optimizer=None), and then load_optimizer "
+                "with the new file"
             )
 
 

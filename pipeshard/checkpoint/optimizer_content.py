@@ -89,8 +89,8 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     extra = {key: value for key, value in packed.items() if key not in ENTRIES}
     if unnamed := [key for key in (*shared, *extra) if not isinstance(key, str)]:
         raise CheckpointError(
-            f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in the optimizer's groups. A "
-            "checkpoint can contain only states of parameters, and states with string keys: use a string as the key"
+            f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in the optimizer's groups. In "
+            "a checkpoint, all other keys must be strings: use a string as the key"
         )
     for name, values in states.items():
         if weights[name].master.dtype != weights[name].parameter.dtype:
@@ -254,7 +254,10 @@ def state_tensors(states: ParameterStates) -> dict[StateKey, Tensor]:
 
     def add(place: StateKey, tensor: Tensor) -> None:
         if tensors.setdefault(place, tensor) is not tensor:
-            raise CheckpointError(f"two tensors in the state of {place[0]} have the name {place[1]}: use other keys")
+            raise CheckpointError(
+                f"two tensors in the state of {place[0]} have the name {place[1]} in a checkpoint: use a different key "
+                "for one of the tensors"
+            )
 
     map_states(states, add)
     return tensors

@@ -62,9 +62,9 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
         if value.layout != torch.strided or value.is_quantized or value.dtype in (torch.complex32, torch.complex128):
             has = f"layout {value.layout}" if value.layout != torch.strided else f"dtype {value.dtype}"
             raise CheckpointError(
-                f"{name} of this {type(module).__name__} has the {has}, which the safetensors files that stages write "
-                "do not support: use a dense tensor of another dtype, or, for a buffer, register it with "
-                "persistent=False"
+                f"stages write safetensors files, which do not support the {has} of {name} in this "
+                f"{type(module).__name__}: use a dense tensor of another dtype or, if {name} is a buffer, register it "
+                "with persistent=False"
             )
     held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
     own = {first: saved[first] for first in sorted(held)}
@@ -174,8 +174,8 @@ class FolderSave(Save):
         all stages have written their shards. Raises CheckpointError if the folder lacks a shard."""
         if lost := sorted(file for file in {*self.weight_map.values()} if not self._path(file).exists()):
             raise CheckpointError(
-                f"{self.target} does not contain {lost[0]}, which another stage has written: save to a folder that all "
-                "ranks share, with the same path on every rank"
+                f"{self.target} does not contain {lost[0]}, although another stage has written this file: save to a "
+                "folder that all ranks share, with the same path on every rank"
             )
         for config in sorted(self.beside("configs").iterdir()):
             os.replace(config, self.target / config.name)
@@ -193,8 +193,8 @@ class FolderSave(Save):
                 errors.append(error)
         if errors:
             logger.warning(
-                "%s contains the complete new checkpoint, but could not be synced to disk, or still contains files "
-                "of earlier saves (%s). The next save tries again to remove them",
+                "%s contains the complete new checkpoint, but the folder could not be synced to disk, or files of "
+                "earlier saves could not be removed (%s). The next save tries again to remove such files",
                 self.target,
                 "; ".join(map(summary, errors[:3])),
             )

@@ -154,8 +154,8 @@ def check_complete(model: nn.Module | Sequence[nn.Module], optimizer: Optimizer 
 def _check_model(optimizer: PipelineOptimizer, models: Sequence[PipelineModel]) -> None:
     if not any(optimizer.gradients is each.pipeline.gradients for each in models):
         raise CheckpointError(
-            f"this {type(optimizer.optim).__name__} belongs to another model, which would not be resumed: pass a list "
-            "of all models (model=[generator, discriminator]), in the same order when saving and loading"
+            f"this {type(optimizer.optim).__name__} belongs to another model, whose state would be lost on resuming: "
+            "pass a list of all models (model=[generator, discriminator]), in the same order when saving and loading"
         )
 
 
@@ -267,8 +267,8 @@ def load_training_state(
     renamed to `step-<step>.damaged`, and an older step is loaded, with a warning.
 
     Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
-    read, if the step lacks the state of a given object, if a saved state does not fit its object, if a background save
-    failed, if only some of the optimizers that were boosted with the models are given, if an optimizer belongs to
+    read, if the step lacks the state of a given object, if a saved state does not match its object, if a background
+    save failed, if only some of the optimizers that were boosted with the models are given, if an optimizer belongs to
     another model, or if the dataloader has no `state_dict`.
     """
     models, parent = models_by_name(model), Path(directory)
@@ -364,7 +364,7 @@ def _refuse_other_model(parent: Path, step: int, model: nn.Module) -> None:
         if other() is not None:
             raise CheckpointError(
                 f"another model of this process has saved step {step} to {parent}, and this save would replace that "
-                f"step: save both models in one call (model=[model, other]), or use a separate directory"
+                "step: save both models in one call (model=[model, other]), or use a separate directory for each model"
             )
     _latest[parent.resolve()] = step, weakref.ref(model)
 
