@@ -253,8 +253,9 @@ class Batch:
             raise BatchError(
                 f"{path} has {counted(self.tensors[path].shape[0], 'entry')} for {counted(self.rows, 'sample')}, but "
                 "neither placeholder tokens in input_ids nor counts in the batch show which entries belong to which "
-                f"sample: pass num_microbatches=1, PipelinePlugin(batch_dims={{{path!r}: 0}}) if every sample has the "
-                f"same number of entries, or batch_dims={{{path!r}: None}} if every microbatch needs all entries"
+                "sample. If every sample has the same number of entries, pass "
+                f"PipelinePlugin(batch_dims={{{path!r}: 0}}). If every microbatch needs all entries, pass "
+                f"batch_dims={{{path!r}: None}}. Otherwise, pass num_microbatches=1"
             )
         first = sum(owners[:row])
         return range(first, first + owners[row])
@@ -374,8 +375,8 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
     if with_samples or (type(entries) is tuple and len(set(shapes)) == 1):
         raise BatchError(
             f"the batch has {rows} samples and {path} is a {type(entries).__name__} of the same length, so it is "
-            f"ambiguous whether {path} has one entry per sample: pass batch_dims={{{path!r}: 0}} if so, or "
-            f"batch_dims={{{path!r}: None}} if not"
+            f"ambiguous whether {path} has one entry per sample: pass batch_dims={{{path!r}: 0}} if it does, or "
+            f"batch_dims={{{path!r}: None}} if it does not"
         )
     known[path] = True
     return True

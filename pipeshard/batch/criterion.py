@@ -52,8 +52,9 @@ def sum_and_count(
         raise ConfigurationError(
             f"the criterion returned {shape or repr(loss)}, not a scalar tensor. The criterion is called with the "
             f"model's output ({type(output).__name__}) and, if it takes two arguments, with the microbatch. Return a "
-            "scalar, as in lambda outputs, inputs: outputs.loss (which is None when the batch has no labels), or "
-            "(sum, count): the batch's loss is then the sum of all sums divided by the sum of all counts"
+            "scalar, as in lambda outputs, inputs: outputs.loss (which is None if the batch has no labels). "
+            "Alternatively, return (sum, count): the batch's loss is then the sum of all sums divided by the sum of "
+            "all counts"
         )
     return _without_dimensions(loss), count
 
@@ -98,9 +99,9 @@ def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:
         if type(criterion).__module__.startswith("torch.nn.") or getattr(nn.functional, name, None) is criterion:
             raise ConfigurationError(
                 f"{name} takes tensors, but a criterion is called with the model's output ({type(output).__name__}) "
-                f"and the whole microbatch ({type(inputs).__name__}): select the tensors to compare, as in lambda "
-                'outputs, inputs: cross_entropy(outputs.logits, inputs["labels"]), or pass None to use the loss that '
-                f"the model computes from the labels ({error})"
+                f"and the whole microbatch ({type(inputs).__name__}), so the call failed ({error}). Select the tensors "
+                'to compare, as in lambda outputs, inputs: cross_entropy(outputs.logits, inputs["labels"]), or pass '
+                "None to use the loss that the model computes from the labels"
             ) from None
         raise
 

@@ -220,9 +220,10 @@ class RowDims:
             shapes = (f"dimension {dim} of {path} {tuple(leaves[path].shape)}" for path, dim in doubts.items())
             raise BatchError(
                 f"the batch has {batch.rows} samples, and it is ambiguous whether {' and '.join(shapes)} "
-                f"{'counts' if one else 'count'} them. Pass PipelinePlugin(batch_dims={doubts}) to split along "
-                f"{'this dimension' if one else 'these dimensions'}, or batch_dims={dict.fromkeys(doubts)} to pass the "
-                f"whole {'tensor' if one else 'tensors'} to every microbatch"
+                f"{'is a batch dimension' if one else 'are batch dimensions'}. To split along "
+                f"{'this dimension' if one else 'these dimensions'}, pass PipelinePlugin(batch_dims={doubts}). To pass "
+                f"the whole {'tensor' if one else 'tensors'} to every microbatch, pass "
+                f"batch_dims={dict.fromkeys(doubts)}"
             )
         return batch.counted(whole)
 
@@ -289,9 +290,8 @@ def collate(samples: list[Any]) -> Any:
         return default_data_collator(samples, return_tensors="pt")
     except ValueError as error:
         raise BatchError(
-            f"the samples' lists cannot be stacked into a tensor ({error}): pad them, with "
-            f"collate_fn=transformers.{COLLATORS} or a similar collator, or with padding='max_length' in the tokenizer "
-            "call"
+            f"the samples' lists cannot be stacked into a tensor ({error}): pad the lists with "
+            f"collate_fn=transformers.{COLLATORS} or a similar collator, or pass padding='max_length' to the tokenizer"
         ) from error
 
 
@@ -311,7 +311,7 @@ def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, 
     if main_input(model) == PIXELS and (shape := image_shape(model)) is not None:
         return {PIXELS: torch.zeros(rows, *shape), LABELS: torch.zeros(rows, dtype=torch.int64)}
     raise BatchError(
-        f"cannot generate an input for {type(model).__name__} (main input {main_input(model)!r}): pass a batch "
-        "(PipelinePlugin(dry_run_input=...), pipeshard.plan(model, batch, ...)), or pass a dataloader over a "
-        "dataset to booster.boost. A streaming dataset must support copy.deepcopy"
+        f"cannot generate an input for {type(model).__name__} (main input {main_input(model)!r}): pass a batch to "
+        "PipelinePlugin(dry_run_input=...) or pipeshard.plan(model, batch, ...), or pass a dataloader over a dataset "
+        "to booster.boost (if the dataset is streaming, it must support copy.deepcopy)"
     )

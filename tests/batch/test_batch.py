@@ -226,11 +226,11 @@ TIME = torch.rand(5, 4)  # (s, b)
 
 def test_another_dimension_has_to_be_declared() -> None:
     data = {"ids": IDS, "y": TIME}
-    with pytest.raises(BatchError, match=r"dimension 1 of y \(5, 4\).*batch_dims=\{'y': 1\}\) .*\{'y': None\}"):
+    with pytest.raises(BatchError, match=r"dimension 1 of y \(5, 4\).*batch_dims=\{'y': 1\}\)[.] .*\{'y': None\}"):
         dims(data)
     assert dims(data, {"y": 1}) == {"ids": 0, "y": 1} and dims(data, {"y": None})["y"] is None
     assert RowDims(Reader()).read(data, is_cut=False).row_dims == (0, None)
-    with pytest.raises(BatchError, match=r"dimension 1 of y .* and dimension 1 of z .* count them"):
+    with pytest.raises(BatchError, match=r"dimension 1 of y .* and dimension 1 of z .* are batch dimensions"):
         dims({**data, "z": torch.rand(3, 4, 5)})
 
 

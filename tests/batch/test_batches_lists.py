@@ -132,7 +132,7 @@ def test_several_entries_a_sample_are_cut_or_refused() -> None:
     batch = read(RowDims(Detector(), {"negatives": 0}), 4, negatives=negatives)
     parts = [part.tensors["negatives"] for part in batch.split(3)]
     assert [len(part) for part in parts] == [6, 3, 3] and torch.equal(torch.cat(parts), negatives)
-    with pytest.raises(BatchError, match=r"dimension 0 of negatives \(12, 5\) counts them.*\{'negatives': 0\}"):
+    with pytest.raises(BatchError, match=r"0 of negatives \(12, 5\) is a batch dimension.*\{'negatives': 0\}"):
         read(RowDims(Detector()), 4, negatives=negatives)
     whole = read(RowDims(Detector(), {"table": None}), 3, table=torch.zeros(LENGTH, H))
     assert whole.split(2)[0].tensors["table"].shape == (LENGTH, H)
