@@ -343,7 +343,7 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
         ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is not a positive size"),
         ([*MODEL, *SIZES, "--tflops", "-1"], "error: tflops must be a positive number, got -1.0"),
         ([*MODEL, *SIZES, "--tflops", "1", "--link", "1GB"], "error: link='1GB': 'GB' is not a unit of bandwidth: did"),
-        ([*MODEL, *SIZES, "--link", "1GB/s"], "error: link requires times in seconds: pass tflops, or a profile"),
+        ([*MODEL, *SIZES, "--link", "1GB/s"], "error: link requires times in seconds: also pass tflops or a profile"),
         ([*MODEL, *SIZES, "--device-speed", "1,2,3,4,5"], "error: device_speed='1,2,3,4,5' has 5 values for 2 ranks"),
         (
             [*MODEL, *SIZES, "--partition", "speed:1"],

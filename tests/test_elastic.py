@@ -167,11 +167,11 @@ def test_legal_layouts(ranks: int, pp_size: int, microbatches: int, expected: li
     [
         (
             (5, 16, 1, 4),
-            r"5 ranks .* pp_size=4 or less: 16, the number of microbatches .* not divisible by .*\(5 with pp_size=1\)",
+            r"5 ranks .* pp_size=4 or less: a step has 16 microbatches .* replicas \(5 with pp_size=1\) divides",
         ),
         (
             (6, 16, 4, 2),
-            r"4, the number of micro.*global_batch=16.* number of replicas \(3 with pp_size=2, 6 with pp_size=1\)",
+            r"a step has 4 microbatches.*global_batch=16.* number of replicas \(3 with pp_size=2, 6 with pp_size=1\)",
         ),
         ((4, 10, 4, 4), "global_batch=10 must be a multiple of microbatch_size=4"),
         ((4, 0, 1, 4), "global_batch must be a positive integer, got 0"),

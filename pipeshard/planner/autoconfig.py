@@ -100,10 +100,10 @@ def layouts(
     if not legal:
         tried = ", ".join(f"{ranks // p} with pp_size={p}" for p in stages)
         raise ConfigurationError(
-            f"{sizes['ranks']} ranks cannot train with pp_size={most} or less: {microbatches}, the number of "
-            f"microbatches in a step (global_batch={global_batch}, microbatch_size={microbatch_size}), is not "
-            f"divisible by any possible number of replicas ({tried}). Choose a global_batch whose number of "
-            "microbatches is divisible by one of these numbers, or a different number of ranks"
+            f"{sizes['ranks']} ranks cannot train with pp_size={most} or less: a step has "
+            f"{counted(microbatches, 'microbatch')} (global_batch={global_batch}, microbatch_size={microbatch_size}), "
+            f"and no possible number of replicas ({tried}) divides this number. Choose a global_batch whose number of "
+            "microbatches is divisible by one of these numbers of replicas, or a different number of ranks"
         )
     return [Layout(p, ranks // p, global_batch, microbatch_size, tp_size=tp_size) for p in legal]
 

@@ -171,7 +171,9 @@ def _speed(value: Any) -> float:
     except (TypeError, ValueError):
         speed = math.nan
     if not 0 < speed < math.inf:
-        raise ConfigurationError(f"device_speed: {value!r} is not a positive number. Pass one per rank, as in 1.0,0.6")
+        raise ConfigurationError(
+            f"device_speed: {value!r} is not a positive number. Pass one number per rank, as in 1.0,0.6"
+        )
     return speed
 
 

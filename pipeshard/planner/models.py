@@ -176,9 +176,9 @@ def _of_hub(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     except (OSError, ValueError):
         raise ConfigurationError(
-            f"{name} is neither a local path nor a model in the Hugging Face cache: pass a folder, a config.json or a "
-            f"model type, or download the config of a Hub model once with huggingface_hub.hf_hub_download({name!r}, "
-            "'config.json')"
+            f"{name} is neither a local path nor a model in the Hugging Face cache. Pass a folder, a config.json or a "
+            "model type. To use a model of the Hub, download its config once with "
+            f"huggingface_hub.hf_hub_download({name!r}, 'config.json')"
         ) from None
 
 

@@ -126,7 +126,7 @@ class InSlices(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The bytes of the rank that needs the most memory."""
+        """The memory, in bytes, of the rank that needs the most memory."""
         return max(self.memory)
 
     @property
@@ -232,8 +232,8 @@ class Plan:
     def in_slices(
         self, numbers: Sequence[int] = NUMBERS_OF_SLICES, device_memory: str | int | Sequence[str | int] | None = None
     ) -> list[InSlices]:
-        """Estimate `schedule` with these numbers of slices, and compare the memory with `device_memory` (same as in
-        `plan`). Raises ConfigurationError if the schedule does not support slices."""
+        """Estimate `schedule` for each number of slices in `numbers`, and compare the memory with `device_memory` (same
+        as in `plan`). Raises ConfigurationError if the schedule does not support slices."""
         refuse_unsliced(self.schedule)
         limits = Devices.parse(self.pp_size, device_memory).memory
         costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))

@@ -328,7 +328,7 @@ def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
         costs = [Cost(*(part / (tflops * 1e12) for part in cost)) for cost in subject.costs]
         subject = replace(subject, costs=costs, in_seconds=True)
     if link is not None and not subject.in_seconds:
-        raise ConfigurationError("link requires times in seconds: pass tflops, or a profile")
+        raise ConfigurationError("link requires times in seconds: also pass tflops or a profile")
     return subject
 
 
@@ -366,8 +366,8 @@ def first_microbatch(
         )
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigurationError(
-            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: with a batch, pass exactly "
-            "one of the two"
+            "with a batch, pass exactly one of the two arguments num_microbatches and microbatch_size, got "
+            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}"
         )
     microbatches = read_batch(model, batch).split(num_microbatches, microbatch_size)
     return microbatches[0], len(microbatches)
