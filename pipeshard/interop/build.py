@@ -117,7 +117,7 @@ class StageModule(nn.Module):
         if graph_task() != -1:
             raise UsageError(
                 f"stage {self.index} was called in the backward pass (by a checkpoint around the stage?), where its "
-                "dropout masks would differ from those of the first forward. Remove the checkpoint. To recompute "
+                "dropout masks would differ from the masks of the first forward. Remove the checkpoint. To recompute "
                 "each layer instead, call model.gradient_checkpointing_enable() before build"
             )
         model, policy, criterion = self._source
@@ -292,7 +292,8 @@ def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
         raise ConfigurationError(
-            f"the options do not fit target={name!r}, which takes {kind.__name__}{inspect.signature(kind)}: {error}"
+            f"target={name!r} does not accept these options: {error}. Pass the options of "
+            f"{kind.__name__}{inspect.signature(kind)}"
         ) from error
     return kind(**options)
 

@@ -246,8 +246,8 @@ class Torch(Target):
         batch = as_keywords(split.model, split.sample.data)
         if taken := STEP_ARGUMENTS & set(batch):
             raise BatchError(
-                f"the batch's {min(taken)} cannot be distinguished from the argument of torch's "
-                f"schedule.step(..., {min(taken)}=): rename the model's argument"
+                f"the batch's {min(taken)} cannot be distinguished from the argument {min(taken)} of torch's "
+                "schedule.step: rename the argument of the model's forward"
             )
         device = split.policy.replay.device
         holdings = HeldParameters(split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
@@ -319,9 +319,9 @@ def _refuse_other_messages(index: int, microbatch: Microbatch, built: Microbatch
         tensors, expected = [*map(microbatch.shape, now.values)], [*map(built.shape, then.values)]
         if tensors != expected:
             raise BatchError(
-                f"the tensors that stage {index} {does} for this microbatch are {_listed(tensors)}, but for the batch "
-                f"that was passed to build they are {_listed(expected)}: all microbatches must have the sizes of that "
-                "batch (pad or drop other microbatches). If steps run inside torch.autocast, also call build inside it"
+                f"the tensors that stage {index} {does} for this microbatch are {_listed(tensors)}, but build expected "
+                f"{_listed(expected)}. All microbatches must have the sizes of the batch that was passed to build: pad "
+                "or drop other microbatches. If steps run inside torch.autocast, also call build inside it"
             )
 
 
@@ -387,8 +387,8 @@ class Deepspeed(Target):
         if interval := module.get("activation_checkpoint_interval"):
             raise ConfigurationError(
                 f"activation_checkpoint_interval={interval} would recompute whole stages, with dropout masks that "
-                "differ from the first forward's. Omit it, and call model.gradient_checkpointing_enable() before build "
-                "to recompute each layer"
+                "differ from the masks of the first forward. Omit this argument. To recompute each layer, call "
+                "model.gradient_checkpointing_enable() before build"
             )
         self.module = module
 
@@ -397,9 +397,9 @@ class Deepspeed(Target):
         if not size or size % num_stages:
             called = "" if size else ", and call deepspeed.init_distributed before build"
             raise ConfigurationError(
-                f"target='deepspeed' requires one rank per stage, or a multiple of this number, but the cuts define "
-                f"num_stages={num_stages}, and {f'the world size is {size}' if size else 'no process group exists'}: "
-                f"start {counted(num_stages, 'process')}, or a multiple{called}"
+                f"target='deepspeed' requires a multiple of num_stages={num_stages} ranks (the cuts define the "
+                f"stages), but {f'the world size is {size}' if size else 'no process group exists'}: "
+                f"start {counted(num_stages, 'process')}, or a multiple of this number{called}"
             )
         return range(num_stages), dist.get_rank() // (size // num_stages)
 

@@ -335,8 +335,8 @@ def test_messages_of_other_sizes_than_build_s_are_refused(pool: Pool) -> None:
     for index, (lowered, longer, shorter) in enumerate(pool.run(of_other_sizes, 2)):
         stage = rf"the tensors that stage {index} {'receives' if index else 'sends'} for this microbatch are"
         assert re.search(rf"{stage} .*bfloat16.*, but .*If steps run inside torch.autocast", lowered)
-        assert re.search(rf"{stage} .*\(2, 24, 32\).*, but for the batch .*\(2, 12, 32\)", longer)
-        assert re.search(rf"{stage} .*\(1, 12, 32\).*, but for the batch .*\(2, 12, 32\)", shorter)
+        assert re.search(rf"{stage} .*\(2, 24, 32\).*, but build expected .*\(2, 12, 32\)", longer)
+        assert re.search(rf"{stage} .*\(1, 12, 32\).*, but build expected .*\(2, 12, 32\)", shorter)
 
 
 def of_pairs() -> list[list[float]]:
@@ -645,7 +645,7 @@ def test_a_user_s_own_target() -> None:
     ("cuts", "options", "error", "message"),
     [
         (2, {"target": "troch"}, ConfigurationError, "target='troch' is unknown: did you mean torch"),
-        (2, {"target": "torch", "chunks": 2}, ConfigurationError, r"takes Torch\(num_model_chunks: int \| None"),
+        (2, {"target": "torch", "chunks": 2}, ConfigurationError, r"options of Torch\(num_model_chunks: int \| None"),
         (2, {"target": "torch"}, ConfigurationError, "requires a process group"),
         (
             2,
@@ -663,7 +663,7 @@ def test_a_user_s_own_target() -> None:
             2,
             {"target": "deepspeed", "activation_checkpoint_interval": 1},
             ConfigurationError,
-            r"activation_checkpoint_interval=1 .*, and call model.gradient_checkpointing_enable\(\) before build",
+            r"activation_checkpoint_interval=1 .* call model.gradient_checkpointing_enable\(\) before build",
         ),
         (
             "model",
