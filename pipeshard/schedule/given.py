@@ -87,7 +87,7 @@ def _check(program: Program, p: int) -> None:
         if earlier.stage == later.stage and earlier.microbatch > later.microbatch:
             raise ConfigurationError(
                 f"schedule {program.name!r} has {later} after {earlier}: forwards of a stage must run in microbatch "
-                "order, because a model may carry state (running statistics) from one microbatch to the next"
+                "order, because a model may carry state (such as running statistics) from one microbatch to the next"
             )
     simulate(program)
 
@@ -106,5 +106,5 @@ def _count(program: Program) -> None:
             if count != wanted and (count, action.kind) != (0, Kind.W):
                 raise ConfigurationError(
                     f"schedule {program.name!r}: rank {rank} has {action} {counted(count, 'time')}, not {wanted}: pass "
-                    "the F, B and W of a training step, without messages, which pipeshard adds"
+                    "only the F, B and W actions of a training step (pipeshard adds the messages)"
                 )

@@ -157,7 +157,7 @@ def _read(cell: str, path: Path) -> list[Action]:
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
         if match is None:
             raise ConfigurationError(
-                f"{path}: expected a compute action (such as 0F0, 1B2, 1I2 or 1W2), got {text!r}: write the file "
+                f"{path}: expected a compute action (such as 0F0, 1B2, 1I2 or 1W2), got {text!r}. Write the file "
                 'with format="compute_only"'
             )
         kind = Kind.B if match[2] == "I" else Kind(match[2])  # I is a B with a W

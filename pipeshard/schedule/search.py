@@ -1,8 +1,9 @@
-"""Search: finds a fast order of F, B and W for stages of any costs, within the memory of each rank.
+"""Search: finds a fast order of F, B and W for stages with arbitrary costs, within the memory of each rank.
 
-The schedules in `schedules.py` are designed for stages of equal costs. For stages of any costs, a list scheduler uses
-the clock of `simulate`: a free rank runs the best action that can start. A `Rule` selects this action. `climb` changes
-the rule and the cuts of the model, and keeps the changes that do not make the step slower. Everything is deterministic.
+The schedules in `schedules.py` are designed for stages with equal costs. For stages with arbitrary costs, a list
+scheduler uses the clock of `simulate`: a free rank runs the best action that can start. A `Rule` selects this action.
+`climb` changes the rule and the cuts of the model, and keeps the changes that do not make the step slower. Everything
+is deterministic.
 """
 
 import heapq

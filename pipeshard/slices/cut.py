@@ -122,7 +122,7 @@ def _refuse_packed(batch: Batch, is_flash: bool) -> None:
     if bool(restarts.any()):
         raise BatchError(
             f"num_slices: {POSITIONS} restart within a sample, so the sample contains several documents. Slices use a "
-            f"cache, and with a cache transformers does not separate documents by their {POSITIONS}. {ALTERNATIVES}"
+            f"cache. With a cache, transformers does not separate documents by their {POSITIONS}. {ALTERNATIVES}"
         )
 
 
