@@ -410,7 +410,7 @@ def test_with_zero_the_norm_is_that_of_the_owners(pool: Pool) -> None:
 def clipped_shards() -> None:
     engine = engine_of(**REPLICAS["fsdp"])
     engine.execute_pipeline(iter([data(0)]))
-    with pytest.raises(UsageError, match="got shards of gradients"):
+    with pytest.raises(UsageError, match="got sharded gradients"):
         torch.nn.utils.clip_grad_norm_([p for g in engine.optimizer.param_groups for p in g["params"]], 1.0)
 
 

@@ -160,9 +160,9 @@ class ModelGradients:
         mixed = [p for p in self._mixed if p.grad is not None and bool(stored(p.grad).any())]
         if mixed:
             raise UsageError(
-                "the last training step failed, but some of its microbatches may already have added to the gradients "
-                f"of earlier steps (parameters: {listed([*self.names_of(mixed).values()], 3)}): call "
-                "optimizer.zero_grad() or model.zero_grad(), then repeat all steps of this accumulation window"
+                "the last training step failed, and some of its microbatches may already have added to the gradients "
+                f"of earlier steps (parameters: {listed([*self.names_of(mixed).values()], 3)}). Call "
+                "optimizer.zero_grad() or model.zero_grad(), and then repeat all steps of this accumulation window"
             )
         self._mixed = []
 
@@ -321,10 +321,10 @@ class ModelGradients:
         self._trains_all = all(trains_all for _, trains_all in told)
         if untrained := [name for names, _ in told for name in names]:
             raise UsageError(
-                f"max_norm={self.max_norm} clips by the norm of the full model, but it is unclear whether this norm "
-                "should include the gradients of parameters that no boosted optimizer contains: "
-                f"{listed(untrained, 3)}. Freeze these parameters (requires_grad_(False)) and clear their gradients "
-                "(model.zero_grad()), add the parameters to an optimizer, or pass max_norm=0 and call "
+                f"parameters that no boosted optimizer contains have gradients ({listed(untrained, 3)}), so it is "
+                f"unclear whether the norm for max_norm={self.max_norm} should include these gradients. To exclude "
+                "them, freeze the parameters (requires_grad_(False)) and clear their gradients (model.zero_grad()). To "
+                "include them, add the parameters to an optimizer, or pass max_norm=0 and call "
                 "optimizer.clip_grad_by_norm(max_norm), which counts all gradients"
             )
 

@@ -1,8 +1,8 @@
 """Norm guard: raises UsageError if torch clips incomplete, sharded or scaled gradients, or computes their norm.
 
-`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of only this stage. While a boosted model is alive,
-the guard patches torch's functions in place, so it also works if a loop, a hook or a library has already imported
-them. A single tensor, or some of a stage's parameters, can be clipped as usual.
+With a split model, `torch.nn.utils.clip_grad_norm_` would clip each stage's gradients by the norm of that stage alone.
+While a boosted model is alive, the guard patches torch's functions in place, so it also works if a loop, a hook or a
+library has already imported them. A single tensor, or some of a stage's parameters, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -94,8 +94,8 @@ class NormGuard(Guard):
             raise UsageError(f"{SCALED.format(function)} {gradients.remedy}")
         if held and (shard := gradients.shard_of(held)):
             raise UsageError(
-                f"torch.nn.utils.{function} got shards of gradients, such as a shard of the gradient of {shard}, so "
-                f"each rank would compute a different norm. {gradients.remedy}"
+                f"torch.nn.utils.{function} got sharded gradients, such as the gradient of {shard}, so each rank would "
+                f"compute a different norm. {gradients.remedy}"
             )
         if self._is_single:
             return

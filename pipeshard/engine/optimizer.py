@@ -545,7 +545,8 @@ class PipelineOptimizer(Optimizer):
             raise UsageError(BACKWARD)
         if not loss.requires_grad:
             raise UsageError(
-                "the loss does not require a gradient. If it is from model(...), compute it with gradients enabled and "
-                f"with parameters that are not frozen. If it is from execute_pipeline: {BACKWARD}"
+                "the loss does not require a gradient. If model(...) computed this loss, call model(...) with "
+                "gradients enabled, and unfreeze the parameters to train. A loss from execute_pipeline needs no "
+                f"backward call: {BACKWARD}"
             )
         self._backward(loss)

@@ -69,9 +69,9 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     if aligned := sorted(options_per_parameter(optimizer)):
         raise ConfigurationError(
             f"a parameter group of {name} has the option {aligned[0]!r} with one value for each parameter, but a rank "
-            "may update only some of the parameters, and the values would then apply to the wrong parameters: put "
-            "parameters with different values into different groups, use another optimizer, or use pp_size=1 without "
-            "tp_size, ep_size, zero_stage or fsdp"
+            "that updates only some of the parameters would apply these values to the wrong parameters. Put parameters "
+            "with different values into different groups, use another optimizer, or use pp_size=1 without tp_size, "
+            "ep_size, zero_stage or fsdp"
         )
     known, trial = never_couples(optimizer), OptimizerTrial(grid)
 
@@ -99,8 +99,8 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         raise ConfigurationError(
             f"{name} exchanges tensors with all ranks {trial.waiting}, but each rank updates different parameters, so "
             "the exchange would mix tensors of different parameters. Use the optimizer's single-device variant "
-            "(SingleDeviceMuon, torch.optim.Muon); to divide its state and work among replicas, pass zero_stage=1. Or "
-            "use pp_size=1 without tp_size, ep_size, zero_stage or fsdp"
+            "(SingleDeviceMuon, torch.optim.Muon). To divide its state and work among replicas, pass zero_stage=1. "
+            "Alternatively, use pp_size=1 without tp_size, ep_size, zero_stage or fsdp"
         )
     if trial.combines:
         UNWATCHED.add(optimizer)
@@ -108,9 +108,10 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         raise ConfigurationError(
             f"{name} couples parameters: the update of a parameter depends on other parameters (through a norm or an "
             "estimate over all parameters, random numbers, or the optimizer's own list of parameters), but each rank "
-            "updates only a part of the parameters. Keep per-parameter state in self.state[parameter], turn off the "
-            "optimizer's own clipping (timm's Lamb: max_grad_norm=None; max_norm clips by the norm of the whole "
-            "model), use another optimizer, or use pp_size=1 without tp_size, ep_size, zero_stage or fsdp"
+            "updates only a part of the parameters. If the optimizer is your own, keep per-parameter state in "
+            "self.state[parameter]. If it clips gradients itself, turn off its clipping (timm's Lamb: "
+            "max_grad_norm=None) and pass max_norm to clip by the norm of the whole model. Otherwise, use another "
+            "optimizer, or use pp_size=1 without tp_size, ep_size, zero_stage or fsdp"
         )
     if divides:
         raise ConfigurationError(
