@@ -51,13 +51,13 @@ AUXILIARY = (
     "the auxiliary loss (SFTConfig(router_aux_loss_coef=0.0), or model.config.output_router_logits = False)"
 )
 LOSS_REMEDY = (
-    "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
-    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), or use one microbatch. "
-    "If the loss is a sum of several means, you can also return sums divided by the counts of the whole batch: pass "
-    "these counts as 0-d tensors in the batch, such as batch['criterion.tokens'] = torch.tensor(n). If layers process "
-    "several views of each sample together, keep the views in the order of the samples: use "
-    "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1) instead of torch.cat([a, b]) and "
-    ".chunk(2)"
+    "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch'), which may give a different loss), "
+    "return (sum, count) from the criterion (the batch's loss is then the sum of all sums divided by the sum of all "
+    "counts), or use one microbatch. If the loss is a sum of several means, you can also return sums divided by the "
+    "counts of the whole batch: pass these counts as 0-d tensors in the batch, such as batch['criterion.tokens'] = "
+    "torch.tensor(n). If layers process several views of each sample together, keep the views in the order of the "
+    "samples: use torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1) instead of "
+    "torch.cat([a, b]) and .chunk(2)"
 )
 
 
@@ -115,8 +115,8 @@ def prove_loss_rule(
             )
         what = f"the loss of {type(model).__name__} {why}"
         raise ConfigurationError(
-            f"{what}. The loss of a batch therefore cannot be computed from the microbatch losses: {LOSS_REMEDY}"
-            + AUXILIARY * search.has_side_outputs
+            f"{what}. pipeshard therefore cannot compute the exact loss of a batch from the microbatch losses: "
+            f"{LOSS_REMEDY}" + AUXILIARY * search.has_side_outputs
         ) from search.failure
     if is_approximate:
         logger.warning(

@@ -88,8 +88,8 @@ class FewSamples:
 
     @property
     def draws(self) -> int:
-        """The number of draws after which each mark, and each value of a leaf with few values, has occurred, but at
-        least ROWS and at most SPAN // ROWS."""
+        """The number of draws after which each mark, and each value of a leaf with few values, has occurred. Limited
+        to between ROWS and SPAN // ROWS."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()
@@ -393,8 +393,8 @@ class LossTrial:
         return sum(math.prod(whole.spec(value).at(deltas)) for value in self.random)
 
     def rounds(self, batch: Batch, kind: int) -> bool:
-        """Whether glue itself rounds to 16 bits. The loss then stays the same if unit results are first rounded to
-        bf16."""
+        """Whether glue itself rounds to 16 bits. If it does, the loss does not change when unit results are first
+        rounded to bf16."""
         results = self._random_results(0, kind)
         rounded = {key: result.bfloat16().float() for key, result in results.items()}
         losses = [self._measure(batch, range(batch.rows), each, SharedDraws()) for each in (results, rounded)]

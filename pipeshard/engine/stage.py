@@ -305,9 +305,9 @@ class Stage:
                     f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
                     f"{self.index}, receives no gradient in this step, although the trace recorded one: a unit "
                     "detaches or omits this result, depending on a counter or on tensor values, or a custom backward "
-                    "(torch.autograd.Function) returns None for it. Detach or omit the result in every forward or in "
-                    "none (an attribute that you set between steps may decide), or multiply the result by zero. In a "
-                    "custom backward, return zeros instead of None. Or cut elsewhere (partition=[...])"
+                    "(torch.autograd.Function) returns None for it. In each step, detach or omit the result in every "
+                    "forward or in none (to switch between steps, set an attribute), or multiply the result by zero. "
+                    "In a custom backward, return zeros instead of None. Alternatively, cut elsewhere (partition=[...])"
                 )
 
     def weight(self, i: int) -> None:
@@ -323,8 +323,9 @@ class Stage:
         loss, count = sum_and_count(output, in_step(self.criterion), microbatch.batch)
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
-                "the criterion returned two tensors, which are read as (sum, count), but the second one requires a "
-                "gradient, so it cannot be a count: return the sum of several losses as one tensor, or detach the count"
+                "the criterion returned two tensors, which pipeshard reads as (sum, count), but the second tensor "
+                "requires a gradient and so cannot be a count: return the sum of several losses as one tensor, or "
+                "detach the count"
             )
         if self.train and loss is not None and self.criterion is not None:
             self._refuse_foreign(loss, output, received)

@@ -227,7 +227,7 @@ def test_a_criterion_is_tried_without_tf32() -> None:
 
 def test_a_criterion_of_pairs_of_samples_is_refused_with_the_remedy() -> None:
     """Its trial on one sample failed in a trace, whose error was raised: it named neither what for nor what to do."""
-    with pytest.raises(ConfigurationError, match=r"a batch therefore cannot be computed .* or use one microbatch"):
+    with pytest.raises(ConfigurationError, match=r"cannot compute the exact loss of a batch .* or use one microbatch"):
         rule(paired, samples(0, 1, 2, 2), of_samples=True)
 
 

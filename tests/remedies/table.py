@@ -346,7 +346,7 @@ REMEDIES = {
     ),
     "class weights": Remedy(
         ("class weights, contrastive",),
-        r"loss_reduction='microbatch'\)\), return \(sum, count\) from the criterion .* or use one microbatch",
+        r"loss_reduction='microbatch'\), .*, return \(sum, count\) from the criterion .* or use one microbatch",
         Training(Logits, criterion=weighted),
         (
             Training(Logits, criterion=weighted_sum),
@@ -424,7 +424,7 @@ REMEDIES = {
     "LBFGS": Remedy(("LBFGS, SAM",), "use another optimizer", Training(optimizer=lbfgs), (Training(optimizer=adamw),)),
     "a None over a cut": Remedy(
         ("a None gradient that your own backward returns",),
-        "In a custom backward, return zeros instead of None. Or cut elsewhere",
+        "In a custom backward, return zeros instead of None. Alternatively, cut elsewhere",
         hunted_case("none over a cut"),
         (
             Training(nets.ZerosOver, {**UNVERIFIED, **ONE, "partition": [3, 3]}),
