@@ -136,19 +136,19 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
         )
         if same_batch:
             raise BatchError(
-                f"all ranks must run a step in the same mode, but these ranks differ: {table}. On every rank, pass "
-                "the same arguments to execute_pipeline, use the same grad mode (torch.no_grad()), and call either "
-                "model.train() or model.eval()"
+                f"all ranks must run a step in the same mode, but these ranks differ: {table}. On every rank, pass the "
+                "same arguments to execute_pipeline, and use the same grad mode (torch.no_grad()) and the same model "
+                "mode (model.train() or model.eval())"
             )
         raise BatchError(
-            f"the stages of one pipeline must read the same batch, but these ranks differ: {table}. "
-            "Give all stages the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
-            "batch_size, shuffle, seed) or, in a Trainer, self.accelerator.prepare(DataLoader(...)). Your own "
-            "DataLoader must not shard the data across stages (as DistributedSampler, by default, and accelerate's own "
-            "Accelerator do). If it shuffles, or if its dataset or collator uses random numbers, use the same seed on "
-            "all ranks, for example with transformers.set_seed(0). A `datasets` stream needs shuffle(..., seed=0). If "
-            "only one rank has an entry of the batch, broadcast the entry to the other ranks: the outputs of another "
-            "boosted model, for example, exist only on the rank of its last stage (docs/training.md has an example)"
+            f"the stages of one pipeline must read the same batch, but these ranks differ: {table}. Give all stages "
+            "the same data in the same order, for example with plugin.prepare_dataloader(dataset, batch_size, shuffle, "
+            "seed) or, in a Trainer, self.accelerator.prepare(DataLoader(...)). Your own DataLoader must not shard the "
+            "data across stages (as accelerate's own Accelerator does, and DistributedSampler by default). If it "
+            "shuffles, or if its dataset or collator uses random numbers, use the same seed on all ranks, for example "
+            "with transformers.set_seed(0). A `datasets` stream needs shuffle(..., seed=0). If only one rank has an "
+            "entry of the batch, broadcast the entry to the other ranks. For example, the outputs of another boosted "
+            "model exist only on the rank of that model's last stage (docs/training.md has an example)"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)
@@ -240,7 +240,8 @@ class Reader:
         except StopIteration:
             raise BatchError(
                 "the data iterator is exhausted: create a new one with iter(dataloader) for every epoch, and call "
-                "execute_pipeline len(dataloader) times per epoch (divided by num_batches, if you pass it)"
+                "execute_pipeline len(dataloader) times per epoch (with num_batches, len(dataloader) // num_batches "
+                "times)"
             ) from None
         if isinstance(data, Batch):
             return self.precision.of_batch(data)

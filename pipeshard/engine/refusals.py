@@ -55,14 +55,14 @@ def uncompiled(model: nn.Module, warns: bool = True) -> nn.Module:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigurationError(
-                f"{name} has no shape before the first forward (a torch Lazy module): run the model once on a batch "
-                "(model(**batch) under torch.no_grad()) before you create its optimizer and call boost"
+                f"{name} belongs to a torch Lazy module, so it has no shape before the first forward: run the model "
+                "once on a batch (model(**batch) under torch.no_grad()) before you create its optimizer and call boost"
             )
         if type(parameter).__module__.startswith("colossalai.lazy"):
             raise ConfigurationError(
                 f"{name} was created under colossalai's LazyInitContext, which pipeshard does not support: build the "
                 "model under torch.device('meta'), which allocates no memory either, and let "
-                "PipelinePlugin(init_weights=True) initialize the weights on the stages. Or call "
+                "PipelinePlugin(init_weights=True) initialize the weights on the stages. Alternatively, call "
                 "LazyInitContext.materialize(model), which allocates the whole model in every process"
             )
         if type(parameter).__module__.startswith("torchao."):
@@ -84,8 +84,7 @@ def uncompiled(model: nn.Module, warns: bool = True) -> nn.Module:
         if getattr(getattr(module, "config", None), IMPLEMENTATIONS[0], None) == "flex_attention":
             raise ConfigurationError(
                 f"{name or 'the model'} ({type(module).__name__}) uses attn_implementation='flex_attention', whose "
-                "higher-order operator a trace does not support: call "
-                "model.set_attn_implementation('sdpa') before boost"
+                "higher-order operator pipeshard cannot trace: call model.set_attn_implementation('sdpa') before boost"
             )
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigurationError(
@@ -117,8 +116,8 @@ def refuse_default_device() -> None:
     if (device := torch.get_default_device()).type != "cpu":
         raise ConfigurationError(
             f"the default device of torch is {device}, but pipeshard also computes with tensors on the CPU. Do not "
-            f"call torch.set_default_device, or set a default device only while you build the model (with "
-            f"torch.device({device.type!r}): model = ...); each stage is moved to the device of its rank"
+            "call torch.set_default_device. If you need a default device, set it only while you build the model (with "
+            f"torch.device({device.type!r}): model = ...). pipeshard moves each stage to its rank's device"
         )
 
 
@@ -134,8 +133,8 @@ def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
     if (name := differing(config, other)) is not None:
         raise ConfigurationError(
             f"this model was boosted with {name}={getattr(config, name)!r}, but the plugin of this call has "
-            f"{name}={getattr(other, name)!r}: use the plugin that boosted the model, or boost "
-            "pipeshard.to_sequential(model), the full model"
+            f"{name}={getattr(other, name)!r}: use the plugin that boosted the model, or boost the full model that "
+            "pipeshard.to_sequential(model) returns"
         )
 
 
@@ -159,9 +158,9 @@ def refuse_blank_adapters(model: nn.Module) -> None:
     if blank:
         raise ConfigurationError(
             f"adapters have parameters on the meta device ({listed(blank, 3)}), so the values that peft assigned to "
-            "these parameters are lost. Add one adapter to a meta model with booster.enable_lora(model, "
-            "lora_config=...), which keeps the adapter on the CPU. Or load the model with its weights, and add "
-            "adapters without peft's low_cpu_mem_usage"
+            "these parameters are lost. To add one adapter to a meta model, call booster.enable_lora(model, "
+            "lora_config=...), which keeps the adapter on the CPU. Alternatively, load the model with its weights, and "
+            "add adapters without peft's low_cpu_mem_usage"
         )
 
 
@@ -253,8 +252,8 @@ def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]
     modules = dict(model.named_modules())
     for name in (name for name, module in modules.items() if adds_noise(module)):
         raise ConfigurationError(
-            f"the scale of the noise that NEFTune adds to the output of {name} depends on the sequence length, and "
-            f"parts of a batch may have shorter sequences than the batch. {remedy}, or turn NEFTune off "
+            f"the scale of the noise that NEFTune adds to the output of {name} depends on the sequence length, but "
+            f"parts of a batch may have shorter sequences than the whole batch. {remedy}, or turn NEFTune off "
             "(neftune_noise_alpha=None)"
         )
     limits = {name: limit for name, module in modules.items() if (limit := rope_limit(module)) is not None}
@@ -276,6 +275,6 @@ def refuse_differentiable(batches: Iterable[Batch], num_stages: int, num_microba
         if leaf.requires_grad and (num_stages > 1 or (num_microbatches > 1 and not leaf.is_leaf)):
             raise BatchError(
                 f"{path} of the batch requires a gradient, but this gradient would be lost: pass {path}.detach(). If a "
-                "module computes this input, make the module a part of the model. For the gradient of an input, use "
+                "module computes this input, make the module a part of the model. To get the gradient of an input, use "
                 "pp_size=1 and pass a leaf tensor (x.detach().requires_grad_())"
             )

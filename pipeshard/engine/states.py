@@ -79,8 +79,8 @@ def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> 
         raise ConfigurationError(
             f"{name} created its state {unknown[0]!r} in its constructor, when the model was on the meta device, so "
             "this state has no values: create the states in the first step, as most optimizers do, or create the "
-            "optimizer for a model that is not on the meta device (load it with its own class's from_pretrained, not "
-            "PipelinePlugin's)"
+            "optimizer for a model that is not on the meta device (load the model with from_pretrained of its own "
+            "class, not of PipelinePlugin)"
         )
     return {**state, **{key: torch.full_like(value, start[key], device=device) for key, value in blank.items()}}
 
