@@ -146,10 +146,10 @@ class MasterWeight:
             rounded = self.master.to(value.dtype)
             if is_master_written and not torch.equal(value.nan_to_num(), rounded.nan_to_num()):
                 raise UsageError(
-                    f"the loop has written different values to the model's parameter {self.name} and to its tensor in "
-                    "optimizer.param_groups. With precision='bf16' or 'fp16', and with offload='optimizer', the two "
-                    "do not share memory, so one of the writes would be lost: write to only one of the two between "
-                    "two calls of execute_pipeline or optimizer.step"
+                    f"the loop has written different values to the model's parameter {self.name} and to the "
+                    "corresponding tensor in optimizer.param_groups. With precision='bf16' or 'fp16', and with "
+                    "offload='optimizer', the two do not share memory, so one of the writes would be lost: write to "
+                    "only one of the two between two calls of execute_pipeline or optimizer.step"
                 )
             if not is_master_written:
                 if not adopts:

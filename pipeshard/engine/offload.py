@@ -181,7 +181,7 @@ class Offload:
 
     @staticmethod
     def restore(pending: list[Gradients]) -> None:
-        """Undo `store`. Call it before the W."""
+        """Undo `store`. Call `restore` before the W."""
         _replace(pending, SavedTensor, SavedTensor.tensor)
 
     def _stays(self, action: Action) -> bool:

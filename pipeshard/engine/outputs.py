@@ -302,7 +302,7 @@ def _spans(
             if (not fewer or is_shifted) and sizes == [span.length - fewer for span in of_path]:
                 found.setdefault(at, [LeafSpan(s.length - fewer, s.total - fewer) for s in of_path])
         if at not in found and (grows or len(set(sizes)) > 1):
-            raise _unmergeable(name, "depends on how much padding a microbatch has")
+            raise _unmergeable(name, "has a dimension whose size depends on how much padding a microbatch has")
     return found
 
 

@@ -111,7 +111,7 @@ class Ragged:
                 raise BatchError(
                     f"sample {k} of the batch has {sum(of_sample)} tokens{of}, more than microbatch_tokens={limit}: "
                     f"truncate samples to at most {limit} tokens, or increase microbatch_tokens. Padding on the left "
-                    "counts: pad on the right (tokenizer.padding_side = 'right')"
+                    "counts as tokens: pad on the right instead (tokenizer.padding_side = 'right')"
                 )
         groups = group(lengths, limit, self.cost, self.idle)
         # The longest microbatches run in the middle, or last if the cooldown is shortened: in simulations of schedules,

@@ -89,9 +89,9 @@ def _joint(value: Value, head: Microbatch, slices: Sequence[Microbatch], rows: i
     if joint is None:
         unit = head.route.flow.calls[value.call].unit
         raise ConfigurationError(
-            f"num_slices: the loss or a requested output needs result {value.leaf} of unit {unit}, which has shape "
-            f"{whole} for the whole sequence, but its slices have shapes {', '.join(map(str, parts))}, which cannot be "
-            f"merged into this shape. {OTHER}"
+            f"num_slices: the loss or a requested output needs result {value.leaf} of unit {unit}, but the result's "
+            f"slices cannot be merged: their shapes are {', '.join(map(str, parts))}, and the shape for the whole "
+            f"sequence is {whole}. {OTHER}"
         )
     return joint
 
