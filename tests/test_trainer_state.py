@@ -233,7 +233,7 @@ def shifted(folder: str) -> None:
 def test_an_input_of_the_model_that_depends_on_another_stage_is_refused(pool: Pool, tmp_path: Path) -> None:
     """Its values on this rank are not those of the parameter."""
     with pytest.raises(
-        WorkerError, match=r"UsageError: compute_loss reads .* the model inputs that it creates or changes"
+        WorkerError, match=r"UsageError: compute_loss reads .* the model inputs that compute_loss creates or changes"
     ):
         pool.run(shifted, 2, str(tmp_path), timeout=120)
 

@@ -185,7 +185,9 @@ def one_folder(folder: Path, grid: Grid) -> Path:
     if not (apart := differing_folders(folder, grid.world)):
         return folder
     if grid.first:
-        logger.warning("the folder for the model differs between ranks (%s): all ranks save it to %s", apart, folder)
+        logger.warning(
+            "the folder for the model differs between ranks (%s): all ranks save the model to %s", apart, folder
+        )
     return Path(gather_objects(str(folder), grid.world)[0])
 
 

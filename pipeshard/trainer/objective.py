@@ -166,8 +166,8 @@ class Objective:
             if self.added and errors:
                 raise UsageError(
                     "compute_loss reads parameters of other stages before it calls the model, so the model inputs that "
-                    f"it creates or changes ({', '.join(sorted(self.added))}) may depend on these parameters: read the "
-                    "parameters after the model call, or compute the inputs in the data collator"
+                    f"compute_loss creates or changes ({', '.join(sorted(self.added))}) may depend on these "
+                    "parameters: read the parameters after the model call, or compute the inputs in the data collator"
                 ) from errors[0]
             as_given = called.inputs.keys() - self.added
             passed = called.inputs | {name: inputs[name] for name in as_given if called.inputs[name] is given[name]}
@@ -352,8 +352,9 @@ class Answer(Asking):
         if self.was_called:
             raise UsageError(
                 "compute_loss calls the model twice, but a pipeline runs the model once per batch: call the model "
-                "once. TRL's SFTTrainer calls it twice if label_smoothing_factor or compute_loss_func is set: override "
-                "compute_loss in a subclass, and return transformers.Trainer.compute_loss(self, *args, **kwargs)"
+                "once. TRL's SFTTrainer calls the model twice if label_smoothing_factor or compute_loss_func is set: "
+                "override compute_loss in a subclass, and return transformers.Trainer.compute_loss(self, *args, "
+                "**kwargs)"
             )
         own = self.inputs.keys() & inputs.keys()
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
@@ -365,7 +366,7 @@ class Answer(Asking):
         anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}
         if self.is_trial and (other := [name for name, pair in anew.items() if not _is_same_size(*pair)]):
             raise Resized(
-                f"compute_loss passes {', '.join(other)} to the model in a size that differs from the batch's: compute "
+                f"compute_loss passes {', '.join(other)} to the model with a different size than in the batch: compute "
                 "these inputs in the data collator"
             )
         if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):

@@ -134,8 +134,8 @@ def refuse_split(model: nn.Module, name: str) -> None:
     the model, so that this rank holds only a part of it."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
-            f"{name} got an instance of {type(model).__name__} whose parameters booster.boost, or a Trainer of a model "
-            f"that shares them, has already split: no rank holds the full model. Pass that Trainer's model, or {RELOAD}"
+            f"the {type(model).__name__} passed to {name} was already split, by booster.boost or by a Trainer whose "
+            f"model shares its parameters, so no rank holds the full model. Pass that Trainer's model, or {RELOAD}"
         )
 
 
@@ -204,7 +204,7 @@ def refuse_class(kind: type) -> None:
     if any("_save" in vars(one) for one in kind.__mro__ if one is not Trainer):
         raise ConfigurationError(
             f"{kind.__name__} overrides _save, which a pipeline does not call, since no rank holds the full weights: "
-            "override save_model instead, and call super().save_model(...) in it on every rank"
+            "override save_model instead, and in save_model, call super().save_model(...) on every rank"
         )
 
 

@@ -86,7 +86,7 @@ class Rollouts:
             )
         if self.pipeline.grid.first and counted != args.generation_batch_size:
             logger.warning(
-                "the generation batch size is %s; TRL computed %d because it counts stages as processes. If you have "
+                "the generation batch size is %s. TRL computed %d, because it counts stages as processes. If you have "
                 "set generation_batch_size, set steps_per_generation instead",
                 told,
                 counted,
@@ -117,8 +117,8 @@ class Rollouts:
         if any(has_images(sample) for sample in generation_batch):
             raise ConfigurationError(
                 f"{type(self).__name__} does not support images in prompts: its loss divides the batch's pixel values "
-                "between samples, but stages receive them as one tensor. Train on prompts without images, or use "
-                "SFTTrainer"
+                "between samples, but stages receive the pixel values as one tensor. Train on prompts without images, "
+                "or use SFTTrainer"
             )
         stages = self._own_stages()  # type: ignore[attr-defined]
         together = self._generated_together()  # type: ignore[attr-defined]

@@ -218,7 +218,9 @@ class PipelineAccelerator(Accelerator):
             )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        raise UsageError("a pipeline does not support clip_grad_value_: set TrainingArguments(max_grad_norm=...)")
+        raise UsageError(
+            "a pipeline does not support clip_grad_value_: set TrainingArguments(max_grad_norm=...) instead"
+        )
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

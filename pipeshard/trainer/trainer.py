@@ -247,9 +247,9 @@ class Loop(Evaluation):
         if self._held and len(self._held) == self.current_gradient_accumulation_steps:
             raise UsageError(
                 f"the last gradient accumulation window of the training data has only {len(self._held)} of "
-                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps} batches, and a dataset without a "
-                "length does not show in advance which batch is the last. Pass a dataset with a length, let the "
-                "stream end with a full window, or make it endless and set max_steps"
+                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps} batches. For a dataset without a "
+                "length, pipeshard cannot know in advance which batch is the last. Pass a dataset with a length, let "
+                "the stream end with a full window, or make it endless and set max_steps"
             )
         if self._held:
             raise UsageError(
@@ -294,7 +294,7 @@ class Loop(Evaluation):
                 f"{type(self).__name__}: gradients or parameters have changed {when}. The "
                 f"{self.current_gradient_accumulation_steps} batches of this window form one step of the pipeline. "
                 "Change gradients or parameters once per step, in a callback: gradients in on_pre_optimizer_step, "
-                "parameters in on_step_end. Or pass gradient_accumulation_steps=1 and "
+                "parameters in on_step_end. Alternatively, pass gradient_accumulation_steps=1 and "
                 "PipelinePlugin(num_microbatches=...)"
             )
 
