@@ -43,7 +43,7 @@ class Comparison:
 
     def norm(self, split: float, unsplit: float) -> None:
         if not self._close(torch.tensor(split), torch.tensor(unsplit), LOSS, 1e-6):
-            raise Different(f"gradients are clipped by a norm of {split:.7g}, unsplit {unsplit:.7g}")
+            raise Different(f"the gradient norm is {split:.7g}, but {unsplit:.7g} in the unsplit model")
         self.counts["norms"] += 1
 
     def gradients(
@@ -55,7 +55,9 @@ class Comparison:
         for name, expected in unsplit.items():
             for where, gradient in split[name]:
                 if (gradient is None) != (expected is None):
-                    raise Different(f"{name} {what}{where} has {_a(gradient)}, unsplit {_a(expected)}", "backward")
+                    raise Different(
+                        f"{what}, {name}{where} has {_a(gradient)}, but {_a(expected)} in the unsplit model", "backward"
+                    )
                 if gradient is not None and expected is not None:
                     if not self._close(gradient, expected, GRADIENT, FLOOR * largest):
                         how = difference_text(gradient, expected)

@@ -160,7 +160,7 @@ def _shortened(given: Copies, stages: int, most: float) -> Smaller:
                 lists[module] = count
                 what.append(f"{count} of the {len(module)} layers of {name}")
     if not what:
-        raise Unlike("the model has no list of layers that could be shortened")
+        raise Unlike("the model has no list of layers to shorten")
     kept = _kept(given.model, lists)
     _refuse_large(kept, most, f"a copy with {', '.join(what)}")
     dropped = {id(p): _dropped() for p in given.model.parameters() if p not in kept}
@@ -200,15 +200,18 @@ def _check_alike(model: nn.Module, built: nn.Module) -> None:
     theirs, own = dict(model.named_modules()), dict(built.named_modules())
     for path, module in own.items():
         if path not in theirs or type(theirs[path]) is not type(module):
-            raise Unlike(f"in a smaller {type(model).__name__}, module {path!r} is new or its class differs")
+            raise Unlike(f"in a smaller {type(model).__name__}, module {path!r} is new or has a different class")
     if missing := {_anywhere(path) for path in theirs} - {_anywhere(path) for path in own}:
         raise Unlike(f"a smaller {type(model).__name__} has no module {sorted(missing)[0]!r}")
     named = dict(model.named_parameters())
     for name, parameter in built.named_parameters():
         if name not in named or named[name].dim() != parameter.dim():
-            raise Unlike(f"in a smaller {type(model).__name__}, parameter {name!r} is new or its ndim differs")
+            raise Unlike(
+                f"in a smaller {type(model).__name__}, parameter {name!r} is new or has a different number of "
+                "dimensions"
+            )
     if _ties(model, built) != _ties(built, model):
-        raise Unlike(f"a smaller {type(model).__name__} ties different weights")
+        raise Unlike(f"a smaller {type(model).__name__} ties different weights than the full-size model")
 
 
 def _anywhere(path: str) -> str:
