@@ -79,7 +79,7 @@ def page(folder: Path) -> Iterator[str]:
     reports = sorted(map(_read_report, folder.glob("rank-*.json")), key=lambda report: report.time)
     if not reports:
         raise CheckpointError(
-            f"{folder} contains no report of a rank (rank-0.json, ...): pass the folder that contains the reports"
+            f"{folder} contains no crash report (rank-0.json, ...): pass the folder that contains the crash reports"
         )
     earlier = [report for report in reports if report.run != reports[-1].run]
     reports = [report for report in reports if report.run == reports[-1].run]
@@ -116,7 +116,7 @@ class _Report:
 def _read_report(path: Path) -> _Report:
     try:
         if path.stat().st_size > LONGEST_REPORT:
-            raise ValueError(f"it has more than {LONGEST_REPORT} bytes")
+            raise ValueError(f"the file has more than {LONGEST_REPORT} bytes")
         found = json.loads(path.read_text())
         texts = {key: str(found[key]) for key in ("name", "where", "text", "error")}
         return _Report(
@@ -129,4 +129,6 @@ def _read_report(path: Path) -> _Report:
             **texts,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a report of a rank: {summary(error)}") from error
+        raise CheckpointError(
+            f"{path} is not a valid crash report: {summary(error)}. Delete this file, or pass another folder"
+        ) from error

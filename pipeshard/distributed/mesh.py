@@ -121,8 +121,8 @@ class ProcessGroupMesh:
         lists = all(isinstance(chosen, Sequence) and all(isinstance(i, int) for i in chosen) for chosen in choices)
         if len(axes) != len(choices) or not lists:
             raise ConfigurationError(
-                "indices_at_axis must be a list of indices for one axis, or one list per axis for several axes, got "
-                f"{indices_at_axis} for axis {axis}"
+                "indices_at_axis must be a list of indices (for one axis) or a list of such lists (one for each of "
+                f"several axes), got {indices_at_axis} for axis {axis}"
             )
         coords = [base_coord]
         for at, chosen in zip([_axis(ax, base_coord) for ax in axes], choices):

@@ -71,8 +71,8 @@ class PipelineModule(nn.Module):
             raise ConfigurationError(f"num_stages must be a positive integer, got {num_stages!r}")
         if not isinstance(activation_checkpoint_interval, int) or activation_checkpoint_interval < 0:
             raise ConfigurationError(
-                "activation_checkpoint_interval must be 0, or a positive integer to recompute every layer, got "
-                f"{activation_checkpoint_interval!r}"
+                "activation_checkpoint_interval must be 0 (no recomputation) or a positive integer (recompute every "
+                f"layer), got {activation_checkpoint_interval!r}"
             )
         _refuse_unsupported(topology, activation_checkpoint_func, checkpointable_layers)
         check_partition(partition_method)

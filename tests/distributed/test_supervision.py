@@ -481,7 +481,7 @@ def test_ranks_that_fail_leave_reports_that_tell_what_happened(pool: Pool, tmp_p
 @pytest.mark.parametrize("text", ["", "[]", '{"rank": 1}', "[" * 100_000, '{"rank": "x", "fault": 3}'])
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank-0.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"rank-0\.json is not a report of a rank"):
+    with pytest.raises(CheckpointError, match=r"rank-0\.json is not a valid crash report"):
         list(crash.page(tmp_path))
 
 
