@@ -326,7 +326,7 @@ def test_compiled_units_have_the_same_gradients(pool: Pool) -> None:
         ({"num_model_chunks": 0}, "num_model_chunks must be a positive integer, got 0"),
         ({"schedule": "zb-h1", "compile": True}, "is not supported with schedule='zb-h1'"),
         ({"compile": "inductor"}, "compile must be True, False or a dict"),
-        ({"compile": {"units": 4}}, "put layers that should be fused into one module"),
+        ({"compile": {"units": 4}}, "To fuse several layers, put these layers into one module"),
         (
             {"pp_size": 2, "compile": {"mode": "reduce-overhead"}},
             "CUDA graphs overwrite the results of the previous microbatch",

@@ -173,8 +173,8 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
         changed += [name for name, p in after.items() if p in elements and _has_other_values(p, elements[p])]
         if changed:
             raise ConfigurationError(
-                f"the base model changes when these adapters are added (the first change is in {changed[0]}), but the "
-                f"model is on meta. {_advice(model)}"
+                f"adding these adapters changes the base model (the first change is in {changed[0]}), but the model is "
+                f"on meta. {_advice(model)}"
             )
     finally:
         with without_weakrefs(model):
@@ -256,13 +256,13 @@ def refuse_changed_base(model: nn.Module, config: Any) -> None:
     kind, how = _kind(config), str(getattr(config, "init_lora_weights", True)).lower()
     if kind in READS_BASE:
         raise ConfigurationError(
-            f"when peft loads saved {kind} adapters, it computes some of their tensors from the weights, but the model "
-            f"is on meta. {_advice(model)}"
+            f"when peft loads saved {kind} adapters, it computes some of their tensors from the model's weights, but "
+            f"the model is on meta. {_advice(model)}"
         )
     if how.startswith(CHANGES_BASE):
         raise ConfigurationError(
-            f"these adapters were initialized with init_lora_weights={how!r}, so the adapted layers need weights other "
-            "than the base model's. peft computes these weights when it loads the adapters, but the model is on meta. "
+            f"these adapters were initialized with init_lora_weights={how!r}, which changes the weights of the adapted "
+            "layers. peft computes this change again when it loads the adapters, but the model is on meta. "
             f"{_advice(model)}"
         )
 

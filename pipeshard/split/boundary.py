@@ -39,12 +39,15 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
             if stages[maker] != stage:
                 raise TraceError(
                     f"with this batch, {name} (stage {stage}) uses a value that escapes unit {flow.calls[maker].unit} "
-                    f"(stage {stages[maker]}) untracked, so the value cannot be sent to stage {stage}. Do not "
-                    "request it (output_attentions, ...), return it from the unit, or cut elsewhere (partition=[...])"
+                    f"(stage {stages[maker]}) untracked, so the value cannot be sent to stage {stage}. Return the "
+                    "value from the unit, cut elsewhere (partition=[...]), or do not request it (output_attentions, "
+                    "...)"
                 )
     for first, last in flow.together:
         if stages[first] != stages[last]:
-            raise TraceError(f"in this mode, or with this batch, {_recomputed_together(flow, first, last)}")
+            raise TraceError(
+                f"in this mode (training or evaluation), or with this batch, {_recomputed_together(flow, first, last)}"
+            )
     live = live_values(flow, stages, num_stages, everything)
     returning = _crossing(zip(flow.gradients_from, [*stages, num_stages - 1], strict=True), stages, num_stages)
     return [Boundary(tuple(sorted(live[s])), tuple(sorted(live[s] & returning[s]))) for s in range(num_stages)]

@@ -75,7 +75,7 @@ def initialize_tensors(
             remedy = "Add a reset_parameters() that sets it, or build the model under accelerate's init_empty_weights()"
         elif callable(rule):
             why, remedy = "init_weights=fn did not write to it", f"Pass an fn(module, name) that {fills}, or {load}"
-        others = f" ({len(missing)} such tensors)" if len(missing) > 1 else ""
+        others = f" (one of {len(missing)} such tensors)" if len(missing) > 1 else ""
         kind = type(model.get_submodule(first.rpartition(".")[0])).__name__
         raise ConfigurationError(f"{first} of {kind} is on meta and was not initialized{others}: {why}. {remedy}")
 

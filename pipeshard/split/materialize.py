@@ -95,13 +95,13 @@ def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_ba
     whether deferred_batch_norm=True is set."""
     if by_whole_batch:
         raise ConfigurationError(
-            "deferred_batch_norm=True does not support compile, which hides the inputs of batch norm in a unit. "
-            "Use only one of the two"
+            "deferred_batch_norm=True does not support compile, since a compiled unit hides the inputs of its batch "
+            "norms. Use only one of the two"
         )
     if "units" in options:
         raise ConfigurationError(
             f'compile={options!r}: the option "units" is not supported, since each unit is compiled separately. '
-            "Remove the option, and put layers that should be fused into one module of the model"
+            "Remove the option. To fuse several layers, put these layers into one module of the model"
         )
     modes = ("reduce-overhead", "max-autotune")
     graphs = options.get("mode") in modes or "triton.cudagraphs" in options.get("options", {})

@@ -105,10 +105,10 @@ class Packed(nn.Module, ABC):
         if not x.is_floating_point():
             raise TraceError(
                 f"the quantized layer {self.path} got an input of dtype {x.dtype}, but supports only floating-point "
-                "inputs. Either the batch has integers, or the model casts inputs to the dtype of the layer's weight. "
-                "In the second case, load an unquantized folder, and leave this layer unquantized: pass its name, and "
-                "the names of layers that are unquantized by default (such as lm_head), in llm_int8_skip_modules of "
-                "BitsAndBytesConfig, or modules_to_not_convert of TorchAoConfig"
+                "inputs. Either the batch contains integers, or the model casts inputs to the dtype of the layer's "
+                "weight. In the second case, load an unquantized folder, and leave this layer unquantized: list the "
+                "layer, and the layers that are unquantized by default (such as lm_head), in llm_int8_skip_modules of "
+                "BitsAndBytesConfig, or in modules_to_not_convert of TorchAoConfig"
             )
         return nn.functional.linear(x, self._shaped(x.dtype), self.bias) if self.weight.is_meta else self.product(x)
 

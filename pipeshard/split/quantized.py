@@ -123,8 +123,8 @@ def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
     if not isinstance(module, Packed):
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(
-            f"quantization_config quantizes {path} ({type(module).__name__}), but only layers whose class is "
-            "nn.Linear itself (with bitsandbytes, also transformers' Conv1D) can be quantized. Add "
+            f"quantization_config quantizes {path} ({type(module).__name__}), but only nn.Linear layers, not "
+            "subclasses (with bitsandbytes, also transformers' Conv1D layers), can be quantized. Add "
             f"{every!r} to {SKIPS[method]}, or omit quantization_config"
         )
 
@@ -153,8 +153,8 @@ def quantization_of(config: Any, path: Any, given: Any) -> Any:
     method = method_of(saved)
     if method != "bitsandbytes":
         raise ConfigurationError(
-            f"the weights in {path} are quantized (with {method}), and stages cannot load such weights. Use the "
-            "original checkpoint, with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+            f"the weights in {path} are quantized (with {method}), and stages cannot load such weights. Load "
+            "the unquantized original checkpoint with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
         )
     if given is not None:
         raise ConfigurationError(f"the weights in {path} are already quantized: omit quantization_config")

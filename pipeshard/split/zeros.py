@@ -48,8 +48,8 @@ class Zeros(DispatchMode):
         if unit is not None and self.has_branches:
             raise TraceError(
                 f"{reader} (stage {self.stage}) reads a result of unit {unit} that another stage did not send: the "
-                "code after the last unit branches on values of activations, and took a different path than in the "
-                "trace. Compute both branches and select with torch.where, or cut elsewhere (partition=[...])"
+                "code after the last unit branches on activation values, and took a different path than in the trace. "
+                "Compute both branches and select with torch.where, or cut elsewhere (partition=[...])"
             )
         if unit is not None:
             raise TraceError(
