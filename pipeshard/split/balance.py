@@ -43,7 +43,7 @@ def balance(
         asked, remedy = f"pp_size={num_stages}", f"pp_size={most}" if most == 1 else f"pp_size <= {most}"
         chunks = num_stages // len(set(ranks or range(num_stages)))
         if chunks > 1:
-            asked = f"the {num_stages} of pp_size={num_stages // chunks} with {chunks} stages per rank"
+            asked = f"{num_stages} (pp_size={num_stages // chunks} with {chunks} stages per rank)"
             remedy += " with schedule='1f1b', which has one stage per rank"
         raise PartitionError(
             f"the model makes {counted(len(costs), 'unit call')}, which can be split into at most "

@@ -55,10 +55,10 @@ class Partition:
             places = [f"{unit} (on stage {stage})" for (unit, _), stage in zip(known, stages)]
             other = new[0] if new else f"{places[falls[0]]} after {places[falls[0] - 1]}"
             raise TraceError(
-                f"the model calls {other}, unlike in the trace of boost. If this depends on the batch, pass "
-                "dry_run_input=<a batch of this kind> to PipelinePlugin, or use one kind of batch per boost. If it "
-                "depends on the mode (train or eval) or an attribute, call the same layers in the same order, or use "
-                "one stage (pp_size=1)"
+                f"the model calls {other}, unlike in the trace at boost. If this depends on the batch, pass "
+                "dry_run_input=<a batch of this kind> to PipelinePlugin, or use only one kind of batch per boost. If "
+                "it depends on the mode (train or eval) or on an attribute, call the same layers in the same order, or "
+                "use one stage (pp_size=1)"
             )
         return stages
 
@@ -169,7 +169,7 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
 def check_partition(by: Cuts) -> None:
     """Raise ConfigurationError if `by` is an unknown rule."""
     if isinstance(by, str) and by not in PARTITIONS[:4] and not re.fullmatch("(profile|type|speed):.+", by):
-        raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS}, or a list")
+        raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS} or a list")
 
 
 def type_name(unit: nn.Module) -> str:

@@ -179,17 +179,17 @@ class Policy:
         if len(counts) != parts or sum(counts) != len(calls) or is_empty:
             chunks = f" ({len(self.chunks)} for each of {self.num_stages} ranks)" if parts > self.num_stages else ""
             raise PartitionError(
-                f"partition {list(counts)} must contain the number of unit calls (at least 1) for each stage. "
-                f"It needs {counted(parts, 'number')}{chunks} with the sum {len(calls)}, the number of unit "
-                f"calls: {[call.unit for call in calls]}"
+                f"partition {list(counts)} must contain the number of unit calls (at least 1) for each stage: "
+                f"{counted(parts, 'number')}{chunks} with the sum {len(calls)}. The model's unit calls are "
+                f"{[call.unit for call in calls]}"
             )
         forbidden, edge = forbidden_cuts(self.flow), 0
         for count in counts[:-1]:
             edge += count
             if edge in forbidden:
                 raise PartitionError(
-                    f"no cut is possible before unit {calls[edge].unit}: {forbidden[edge]}. To leave the model "
-                    "unchanged, cut before another unit"
+                    f"no cut is possible before unit {calls[edge].unit}: {forbidden[edge]}. If you do not want "
+                    "to change the model, cut before another unit"
                 )
         return Partition.of(self.flow, counts)
 
@@ -216,11 +216,11 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
     if on_results := [decision.line for decision in decisions if not decision.parameters]:
         raise TraceError(
-            f"{type(model).__name__} branches in Python on a unit's result, which only the stage of this unit has, or "
-            f"differentiates it: {'; '.join(on_results)}. Replace the branch with tensor operations (torch.where), or "
-            "move the branch into the forward of a separate module (together with any torch.autograd.grad call or "
-            "dual_level that it depends on), or use one stage (pp_size=1). A forward hook may keep tensors "
-            "(y.detach().mean()): read their values after the step"
+            f"{type(model).__name__} branches in Python on a unit's result, or differentiates it, but only the stage "
+            f"of the unit has this result: {'; '.join(on_results)}. Replace the branch with tensor operations "
+            "(torch.where), move the branch into the forward of a separate module (together with any "
+            "torch.autograd.grad call or dual_level that it depends on), or use one stage (pp_size=1). A forward hook "
+            "may keep tensors (y.detach().mean()): read their values after the step"
         )
     if decisions:
         parameters = dict.fromkeys(name for decision in decisions for name in decision.parameters)
@@ -229,8 +229,8 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         raise TraceError(
             f"{type(model).__name__} branches in Python on {'parameters' if len(parameters) > 1 else 'the parameter'} "
             f"{', '.join(parameters)}, which not every stage holds: {'; '.join(lines)}. Replace the branch with tensor "
-            f"operations (torch.where), or move the branch and the parameter{several} into a separate module, or make "
-            "an untrained parameter a buffer or a float, or use one stage (pp_size=1)"
+            f"operations (torch.where), move the branch and the parameter{several} into a separate module, make an "
+            "untrained parameter a buffer or a float, or use one stage (pp_size=1)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:
@@ -273,7 +273,7 @@ def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None
         passing = {s for s in range(first, max(readers, default=0)) if ends.get(s, -1) >= hook.calls}
         if len(readers | (passing if hook.home is not None else set())) > 1:
             raise TraceError(
-                f"the model registers a gradient hook on a tensor that several stages use ({hook.line}), and each of "
+                f"the model registers a gradient hook on a tensor that several stages use ({hook.line}), but each of "
                 "these stages has only a part of the tensor's gradient. Register the hook on a tensor inside a layer, "
                 "or cut elsewhere (partition=[...])"
             )
@@ -302,9 +302,8 @@ def refuse_backward_hooks(
             raise UsageError(
                 f"{name or 'the model'} ({type(module).__name__}) has a backward hook (register_full_backward_hook, "
                 "register_full_backward_pre_hook, or register_module_full_backward_hook for all modules), but "
-                f"{where}, so no stage has all the gradients for the hook: "
-                "register the hook on a module inside a unit, or cut elsewhere (the partition argument of "
-                "PipelinePlugin)"
+                f"{where}, so no single stage has all of the gradients that the hook receives. Register the hook on a "
+                "module inside a unit, or cut elsewhere (the partition argument of PipelinePlugin)"
             )
 
 
@@ -353,7 +352,8 @@ def _advertised(model_type: str) -> type[Policy] | None:
     points = {point.value: point for point in metadata.entry_points(group=ENTRY_POINTS, name=model_type)}
     if len(points) > 1:
         raise ConfigurationError(
-            f"several packages provide a policy for {model_type!r}: {', '.join(points)}. Pass one to register_policy"
+            f"several packages provide a policy for {model_type!r}: {', '.join(points)}. Pass one of these policies to "
+            "register_policy"
         )
     if not points:
         return None

@@ -127,7 +127,7 @@ CASES = {
         Dual,
         "The results of units on other stages had no tangents: silently wrong without the proof.",
         options={"verify": False},
-        refused="result, which only the stage of this unit has, or differentiates it: .*nets.py",
+        refused="result, or differentiates it, but only the stage of the unit has this result: .*nets.py",
     ),
     "the hardest by a criterion": Case(
         Logits,
@@ -154,7 +154,7 @@ CASES = {
         Early,
         "A trace ends after one layer: which stage has the others cannot be known.",
         options={"verify": False},
-        refused="branches in Python on a unit.s result, which only the stage of this unit has",
+        refused="branches in Python on a unit.s result, or differentiates it, but only the stage of the unit",
     ),
     "a module without parameters decides": Case(
         Between,

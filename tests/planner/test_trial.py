@@ -64,5 +64,5 @@ def test_what_cannot_run_is_one_line() -> None:
     assert result.output.startswith("error: unknown schedule 'zbx': did you mean 'zbv'?")
     result = CliRunner().invoke(main, ["trace-run", *MODEL, "--pp", "1", "--microbatches", "1", "--partition", "2,3"])
     assert result.exit_code == 1
-    message = "partition [2, 3] must contain the number of unit calls (at least 1) for each stage. It needs 1 number"
+    message = "partition [2, 3] must contain the number of unit calls (at least 1) for each stage: 1 number with"
     assert message in result.output and "Traceback" not in result.output

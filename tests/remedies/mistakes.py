@@ -387,7 +387,7 @@ BOOSTS = {
     ),
     "two units, four stages": Remedy(
         (ERRORS + "`PartitionError`: more stages than units",),
-        "fewer than the 4 of pp_size=2 with 2 stages per rank.* Use pp_size <= 2 with schedule='1f1b'",
+        r"fewer than 4 \(pp_size=2 with 2 stages per rank\).* Use pp_size <= 2 with schedule='1f1b'",
         Training(lambda: Net(0), {"schedule": "zbv"}),
         (Training(lambda: Net(0), {"schedule": "1f1b"}),),
     ),

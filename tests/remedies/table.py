@@ -265,7 +265,7 @@ REMEDIES = {
     ),
     "a decision on an activation": Remedy(
         ("other code of the model branches in Python", "`TraceError`: glue (the model's code between units) that"),
-        r"tensor operations \(torch.where\), or move the branch into the forward of a separate module",
+        r"tensor operations \(torch.where\), move the branch into the forward of a separate module",
         Training(nets.Decides, ONE),
         (Training(nets.Selects, ONE), Training(nets.DecidesInside, ONE)),
     ),
