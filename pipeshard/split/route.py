@@ -54,14 +54,15 @@ class Recompute:
         for invalid arguments."""
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
             raise ConfigurationError(
-                f"activation_checkpoint_interval must be 0, or k > 0 to recompute every k-th unit, got {interval!r}"
+                "activation_checkpoint_interval must be a non-negative integer (0: off; k > 0: recompute every k-th "
+                f"unit call), got {interval!r}"
             )
         is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
         ratios: list[Any] = list(recompute) if is_list else [recompute] * num_stages  # type: ignore[arg-type]
         if not all(isinstance(ratio, bool | int | float) and 0 <= ratio <= 1 for ratio in ratios):
             raise ConfigurationError(
-                "recompute must be True, False, a fraction of each stage's units from 0 to 1, or a list of such "
-                f"fractions, one for each stage ({num_stages} in all), got {recompute!r}"
+                "recompute must be True, False, the fraction of each stage's unit calls to recompute (from 0 to 1), or "
+                f"a list of such fractions, one per stage ({num_stages} in all), got {recompute!r}"
             )
         if len(ratios) != num_stages:
             raise ConfigurationError(
@@ -70,7 +71,8 @@ class Recompute:
             )
         if any(ratios) and interval:
             raise ConfigurationError(
-                f"recompute={recompute!r} and activation_checkpoint_interval={interval}: pass only one of the two"
+                f"recompute={recompute!r} is not supported with activation_checkpoint_interval={interval}: pass only "
+                "one of the two"
             )
         return cls(ratios=tuple(map(float, ratios)), interval=interval)
 
@@ -147,7 +149,7 @@ def run_again(
             if written or [tensor._version for tensor in tensors] != versions:
                 raise UsageError(
                     f"unit {name} cannot be recomputed: one of its arguments was modified in place after the unit's "
-                    "forward. Modify a copy instead, or pass PipelinePlugin a smaller recompute, so that this "
+                    "forward. Modify a copy instead, or reduce PipelinePlugin's argument recompute, so that this "
                     "unit is not recomputed"
                 )
             now = Snapshot({"": (args, kwargs)}) if changes else None

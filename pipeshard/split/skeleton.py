@@ -88,9 +88,9 @@ def _refuse_existing(module: nn.Module, again: nn.Module, place: int, name: str)
     existing = next((inner for inner in again.modules() if inner in known and _has_values(inner)), None)
     if existing is not None:
         raise UsageError(
-            f"layer {place}, {name}, contains an existing module ({type(existing).__name__}), but a LayerSpec "
-            "builds the layer itself, on the rank that holds the layer, so the values of the existing module would be "
-            "lost: pass the class and its arguments, or put the existing module directly into the list of layers"
+            f"layer {place}, {name}, contains an existing module ({type(existing).__name__}), but a LayerSpec builds "
+            "all modules of the layer, on the rank that holds the layer, so the values of the existing module would be "
+            "lost. Pass the class and its arguments, or put the existing module directly into the list of layers"
         )
 
 
@@ -143,7 +143,9 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
     copied."""
     paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
     if paths != built_paths:
-        raise ValueError(f"the modules differ (the first difference is {min(paths ^ built_paths)})")
+        raise ValueError(
+            f"the modules differ from the modules on meta (the first difference is {min(paths ^ built_paths)})"
+        )
     parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, *_ in blueprint.before}
     _give_values(module, built, blueprint, parts)
     taken: list[Taken] = []
@@ -194,8 +196,9 @@ def _unchanged(place: Taken, before: Any, parts: dict[int, Any], around: tuple[A
 
 
 def _give_values(module: nn.Module, built: nn.Module, blueprint: Blueprint, parts: dict[int, Any]) -> None:
-    """Give the parameters on meta in `module` their values in `built`, and add all parameters to `parts`. Since the
-    skeleton was made, a parameter may have been tied, or may have another name because an adapter wraps its module."""
+    """Set the meta parameters of `module` to the values of the parameters in `built`, and add all parameters of `built`
+    to `parts`. Since the skeleton was made, a parameter may have been tied, or may have another name because an adapter
+    wraps its module."""
     values = dict(built.named_parameters(remove_duplicate=False))
     parameters = dict(module.named_parameters(remove_duplicate=False))
     known = {name: parameter for name, parameter, _ in blueprint.versions} | parameters

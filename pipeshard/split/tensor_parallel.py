@@ -90,7 +90,7 @@ def plan_of(
                 )
         if whole in ("colwise", "packed_colwise") and module is head:
             raise ConfigurationError(
-                f"{by}_plan assigns {whole!r} to {path}, which would give each rank a part of the logits: use "
+                f"{by}_plan assigns {whole!r} to {path}, which would give each rank only a part of the logits: use "
                 "'colwise_gather_output'"
             )
         if whole is not None:
@@ -154,8 +154,8 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         if kernel in ("eager", "deepgemm_megamoe"):
             call = ", or call model.set_experts_implementation('grouped_mm')" if kernel == "eager" else ""
             raise ConfigurationError(
-                f"{by}_size={size}: {path} runs its experts with experts_implementation={kernel!r}, which is not "
-                "supported for a subset of the experts. Pass experts_implementation='grouped_mm' to "
+                f"{by}_size={size}: {path} runs its experts with experts_implementation={kernel!r}, which does not "
+                "support a subset of the experts. Pass experts_implementation='grouped_mm' to "
                 f"from_pretrained{call}"
             )
         others = {**dict(module.named_buffers()), **vars(module)}
@@ -169,8 +169,8 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         if any(isinstance(inner, Dropout) and inner.p for inner in module.modules()):
             raise ConfigurationError(
                 f"{by}_size={size}: {path} has dropout, but each rank would generate masks only for its own experts, "
-                "so the loss would differ from one process: set p=0.0, move the dropout out of this module, or use "
-                f"{by}_size=1"
+                "so the loss would differ from the loss in one process: set p=0.0, move the dropout out of this "
+                f"module, or use {by}_size=1"
             )
     for name, _ in model.named_parameters(remove_duplicate=False):
         within = next((path for path in dispatching if name.startswith(f"{path}.")), None)
@@ -246,7 +246,7 @@ def _check_config(model: nn.Module, size: int) -> None:
         if isinstance(share := getattr(layer, field, None), float) and share > 0:
             raise ConfigurationError(
                 f"tp_size={size}: {field}={share} of {type(model).__name__} would drop heads or features at the "
-                f"same positions of every slice. Build the model from a config with {field}=0.0, or use tp_size=1"
+                f"same positions in every slice. Build the model from a config with {field}=0.0, or use tp_size=1"
             )
 
 
@@ -268,7 +268,7 @@ class Divided:
             if not isinstance(value := getattr(module, name, None), int) or value % size:
                 kind = type(module).__name__
                 raise ConfigurationError(
-                    f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}: name only attributes "
+                    f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}: list only attributes "
                     "whose values are multiples of tp_size"
                 )
 
@@ -344,7 +344,7 @@ class LatentProjection:
         if not isinstance(rotary, int):
             raise ConfigurationError(
                 f"tp_plan contains the style {LATENT!r}, which needs the number of rotary features, but the config of "
-                f"{type(base).__name__} has no qk_rope_head_dim: omit this module from the tp_plan"
+                f"{type(base).__name__} has no qk_rope_head_dim: omit the modules with this style from the tp_plan"
             )
         self.rotary: int = rotary
 

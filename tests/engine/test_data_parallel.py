@@ -357,7 +357,7 @@ def test_latent_attention_is_sliced(pool: Pool, name: str) -> None:
 
 
 def test_a_latent_projection_needs_its_number_of_rotary_features() -> None:
-    with pytest.raises(ConfigurationError, match="the config of LlamaForCausalLM has no qk_rope_head_dim: omit this"):
+    with pytest.raises(ConfigurationError, match="the config of LlamaForCausalLM has no qk_rope_head_dim: omit the"):
         LatentProjection(zoo.build("llama"))
 
 
@@ -458,7 +458,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
             {},
             "to model.embed_tokens.weight, but not to its module model.embed_tokens, whose forward would then fail",
         ),
-        ({"lm_head": "colwise"}, {}, "'colwise' to lm_head, which would give each rank a part of the logits"),
+        ({"lm_head": "colwise"}, {}, "'colwise' to lm_head, which would give each rank only a part of the logits"),
         (None, {"attention_dropout": 0.1}, "attention_dropout=0.1 of LlamaForCausalLM would drop heads"),
         (None, {"num_attention_heads": 3}, "does not divide num_attention_heads=3"),
     ],

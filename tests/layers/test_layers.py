@@ -688,7 +688,7 @@ def test_initial_values_of_a_script_are_kept_or_refused() -> None:
 
 def test_a_layer_with_other_modules_is_named() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"layer 0 \(Choosing\).*the modules differ \(the first difference is layers.1\)"
+        ConfigurationError, match=r"layer 0 \(Choosing\).*the modules differ .*\(the first difference is layers.1\)"
     ):
         PipelineModule([LayerSpec(Choosing)]).build()
 

@@ -38,8 +38,8 @@ pytestmark = pytest.mark.local
 
 M = 4
 RATIOS = (
-    "recompute must be True, False, a fraction of each stage's units from 0 to 1, or a list of such fractions, "
-    "one for each stage ({} in all), got {}"
+    "recompute must be True, False, the fraction of each stage's unit calls to recompute (from 0 to 1), or a list of "
+    "such fractions, one per stage ({} in all), got {}"
 )
 
 
@@ -54,9 +54,9 @@ RATIOS = (
         ({"recompute": [0.5, "a"], "schedule": "zbv"}, RATIOS.format(2, "[0.5, 'a']")),
         ({"recompute": [0.5, 1]}, "must have one fraction for each stage, in model order: 1 in all"),
         ({"recompute": [1], "schedule": "zbv"}, "must have one fraction for each stage, in model order: 2 in all"),
-        ({"activation_checkpoint_interval": -1}, "0, or k > 0 to recompute every k-th unit, got -1"),
-        ({"activation_checkpoint_interval": 1.0}, "0, or k > 0 to recompute every k-th unit, got 1.0"),
-        ({"activation_checkpoint_interval": True}, "0, or k > 0 to recompute every k-th unit, got True"),
+        ({"activation_checkpoint_interval": -1}, "(0: off; k > 0: recompute every k-th unit call), got -1"),
+        ({"activation_checkpoint_interval": 1.0}, "(0: off; k > 0: recompute every k-th unit call), got 1.0"),
+        ({"activation_checkpoint_interval": True}, "(0: off; k > 0: recompute every k-th unit call), got True"),
         ({"recompute": True, "activation_checkpoint_interval": 2}, "pass only one of the two"),
     ],
 )
