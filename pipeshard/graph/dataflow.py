@@ -151,12 +151,12 @@ class Dataflow:
     branch after the last call. `has_branches` is True if the forward or the criterion has such a branch after the last
     call. `consulted` are the leaves of the batch on which glue branches, or to which glue writes (`rewritten`). The
     Dataflow is valid only for the traced values of the leaves `watched`, such as image sizes and masks used as indices
-    (in the criterion, only if code reads the size of the result). `glue_random` is True if glue may use random
-    numbers or the model has its own checkpoints, and `python_random` if any code uses `random` or numpy's generator.
-    `tail` counts the flops of glue's operators on parameters after the last call. `touched` are the values that
-    operators of glue received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only
-    for batches with the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with
-    state for the next forward, and `passing` the places that the forward changes, and that the forward or the criterion
+    (in the criterion, only if code reads the size of the result). `glue_random` is True if glue may use random numbers
+    or the model has its own checkpoints, and `python_random` if any code uses `random` or numpy's generator. `tail`
+    counts the flops of glue's operators on parameters after the last call. `touched` are the values that operators of
+    glue received. `questions` are glue's decisions that depend on the batch's values: the Dataflow is valid only for
+    batches with the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state
+    for the next forward, and `passing` the places that the forward changes, and that the forward or the criterion
     restores. `together` has the first and the last call that each of the model's own checkpoints recomputes. `valued`
     are the units that do not run on meta, so they were visited with values. `deciders` are the modules outside units
     that were running when glue branched, and that could be units. `differentiated` are the values that receive a

@@ -68,9 +68,9 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
     graded = sorted(place for place, leaf in foreign.items() if _state_of_gradient(leaf) != before[place])
     if graded:
         raise ConfigurationError(
-            f"the forward trains {graded[0]}, which is not one of the model's parameters, so each rank has only its "
-            "own part of the gradient. Make this tensor an nn.Parameter of the model (directly, or in an "
-            "nn.ParameterList) and pass it to the optimizer, or freeze it with requires_grad_(False)"
+            f"the forward uses {graded[0]}, which receives a gradient but is not one of the model's parameters, so "
+            "each rank has only its own part of the gradient. Make this tensor an nn.Parameter of the model (directly, "
+            "or in an nn.ParameterList) and pass it to the optimizer, or freeze it with requires_grad_(False)"
         )
 
 

@@ -269,7 +269,7 @@ class Meter(DispatchMode):
         if not self.is_differentiating:
             raise TraceError(
                 "the model runs a backward pass inside its forward, so the planner cannot estimate the model's memory: "
-                "set the schedule and the partition explicitly, instead of schedule='auto' or partition='profile'"
+                "set the schedule and the partition explicitly instead of schedule='auto' or partition='profile'"
             )
         return entry.tensor
 

@@ -1,4 +1,5 @@
-"""Questions: Python decisions of glue on a batch's values (`if mask.all():`), evaluated again for every other batch.
+"""Questions: glue's Python decisions that depend on a batch's values (`if mask.all():`). They are evaluated again for
+every other batch.
 
 If the answer differs, the model may take a different path, and another Dataflow is needed. torch.export fails at such a
 branch, or specializes to one path. Here, Recipes records the operators that compute the answer from the batch. Integers

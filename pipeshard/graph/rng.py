@@ -250,8 +250,9 @@ class Repeats:
         if self.is_unknown and graph_task() != -1:
             raise TraceError(
                 f"the model calls unit {unit} in its own torch.utils.checkpoint, but another runtime runs several "
-                "stages in this process, so the stage for which the backward recomputes the unit is unknown. Run one "
-                "stage per process, pass target=None or target='colossalai', or move the checkpoint into the unit"
+                "stages in this process, so pipeshard cannot know for which stage the backward recomputes the unit. "
+                "Run one stage per process, pass target=None or target='colossalai', or move the checkpoint into the "
+                "unit"
             )
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 

@@ -278,7 +278,8 @@ class Tracer:
             raise TraceError(
                 f"{type(self.model).__name__} seeds torch in its forward (torch.manual_seed), and calls unit {unit} "
                 "before generating random numbers. Stages reseed torch in and after each unit, so the model's seed "
-                "would be lost: use your own torch.Generator, seed torch in the unit, or generate the numbers before it"
+                "would be lost: use your own torch.Generator, seed torch in the unit, or generate the numbers before "
+                "the unit"
             )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
@@ -314,7 +315,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 class Reading(TorchFunctionMode):
-    """Mode that reports to a Taint the uses of tensors that bypass the dispatcher.
+    """Mode that notifies a Taint of tensor uses that bypass the dispatcher.
 
     Four uses are reported as decisions: reading values or the address of a tensor (`tolist`, `data_ptr`, ...);
     splitting at the positions in a tensor; converting a list with tensors to a tensor or an index; and differentiating

@@ -48,7 +48,7 @@ class CutPoint(nn.Module):
         if not isinstance(value, Tensor) and not tree_tensors(value):
             raise UsageError(
                 f"a CutPoint got {type(value).__name__} {value!r:.60}, which contains no tensor: call the CutPoint on "
-                "the activations at that point, x = cut(x)"
+                "the activations at this point, as in x = cut(x)"
             )
         return value
 
@@ -58,14 +58,14 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
     `args` does not count the `rows` samples."""
     if any(call.unit == name for call in calls):
         raise TraceError(
-            f"CutPoint {name} is called twice: use a separate CutPoint for each place (in a loop, an nn.ModuleList of "
-            "CutPoints)"
+            f"CutPoint {name} is called twice: use a separate CutPoint for each place. In a loop, use an nn.ModuleList "
+            "of CutPoints"
         )
     value = args[0] if args else None
     if isinstance(value, Tensor) and value.shape[:1] != (rows,):
         raise TraceError(
-            f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 does not count the samples "
-            f"of the batch ({rows}): call the CutPoint where dimension 0 counts the samples, or use `(x,) = cut((x,))`"
+            f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 is not the batch dimension "
+            f"(of size {rows}): call the CutPoint where dimension 0 is the batch dimension, or use `(x,) = cut((x,))`"
         )
 
 

@@ -221,7 +221,7 @@ class Wrong(nn.Module):
     [
         ("twice", TraceError, "CutPoint cut is called twice: use a separate CutPoint for each place"),
         ("nothing", TraceError, "a CutPoint got tuple .*which contains no tensor"),
-        ("turned", TraceError, r"CutPoint cut got a tensor of shape \(4, \d\), whose dimension 0 does not count"),
+        ("turned", TraceError, r"CutPoint cut got a tensor of shape \(4, \d\), whose dimension 0 is not the batch"),
     ],
 )
 def test_what_is_wrong_is_named(kind: str, error: type[PipeshardError], message: str) -> None:
