@@ -251,7 +251,8 @@ def _join(timeout: float) -> None:
         return
     if not dist.is_torchelastic_launched() and standing_alone() is None:  # pipeshard verify uses no launcher
         raise UsageError(
-            "ElasticJob requires a launcher, but this process has none: start the script with pipeshard launch"
+            "ElasticJob requires a launcher, but no launcher started this process: start the script with pipeshard "
+            "launch"
         )
     with raising_errors():
         dist.init_process_group(backend_here(), timeout=timedelta(seconds=timeout))
@@ -261,18 +262,19 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     """Return the layout that rank 0 chooses, since measured profiles differ between ranks. Raises ConfigurationError on
     every rank if the choice fails or does not match the requested numbers."""
     chosen: Any = None
+    failed = ""
     if dist.get_rank() == 0:
         try:
             chosen = choose(ranks)
         except Exception as error:  # user code: the error is sent to the other ranks
-            chosen = summary(error)
+            failed = f"raised {summary(error)}"
     sizes = {f.name: getattr(chosen, f.name) for f in fields(Layout)} if isinstance(chosen, Layout) else None
-    answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else str(chosen))
+    answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else failed or f"returned {chosen}")
     sizes, told = gather_objects(answer, _world())[0]
     if sizes is None:
         raise ConfigurationError(
-            "the pp_size function must return a Layout, such as the result of AutoConfig.choose, but for "
-            f"ranks={ranks}, it returned or raised {told}"
+            "the pp_size function must return a Layout, such as the result of AutoConfig.choose, but "
+            f"pp_size({ranks}) {told}"
         )
     layout = chosen if dist.get_rank() == 0 else ToldLayout(**sizes, told=told)
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):

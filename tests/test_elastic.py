@@ -214,7 +214,7 @@ def test_jobs_that_cannot_work_are_refused_alike_on_every_rank(pool: Pool, tmp_p
     expected = [
         "every, a number of steps, must be a positive integer, got 0",
         "2 ranks cannot train with pp_size=1",
-        "the pp_size function must return a Layout.* for ranks=2, it returned or raised ValueError: nothing for 2",
+        r"the pp_size function must return a Layout.* but pp_size\(2\) raised ValueError: nothing for 2",
         "chosen for ranks=2 and global_batch=4 is for ranks=2 and global_batch=8",
         "save was called before resume: call job.resume",
     ]
