@@ -350,8 +350,8 @@ def _refuse_options(ctx: click.Context, script: str) -> None:
         is_given = ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
         if isinstance(option, click.Option) and option.name != "pp" and is_given:
             raise click.UsageError(
-                f"{option.opts[0]} applies only to MODEL, but {script} is a script, which sets this itself: omit "
-                f"{option.opts[0]} or, if it is an option of the script, write it after {script}"
+                f"{option.opts[0]} applies only to MODEL, but {script} is a script, which sets this value itself: omit "
+                f"{option.opts[0]}. If it is an option of the script, write it after {script}"
             )
 
 

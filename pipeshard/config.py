@@ -361,8 +361,8 @@ class PipelineConfig:
                 raise ConfigurationError(f"{name}, the number of {what}, must be {POSITIVE}, got {size!r}")
         if self.tp_size > 1 and self.ep_size > 1:
             raise ConfigurationError(
-                f"tp_size={self.tp_size} is not supported with ep_size={self.ep_size}: a stage is sharded "
-                "either by its matrices or by its experts. Use only one of the two, with more stages or replicas"
+                f"tp_size={self.tp_size} is not supported with ep_size={self.ep_size}: a plan shards either the "
+                "matrices or the experts of a stage. Use only one of the two, with more stages or replicas"
             )
 
     def _check_microbatches(self) -> None:
@@ -412,7 +412,7 @@ class PipelineConfig:
         if self.memory_limit is not None and self.schedule != AUTO:
             raise ConfigurationError(
                 f"memory_limit={self.memory_limit!r} is not supported with schedule={name_of(self.schedule)!r}: "
-                f"it limits only the search of schedule={AUTO!r}. Omit memory_limit, or pass schedule={AUTO!r}"
+                f"memory_limit applies only to the search of schedule={AUTO!r}. Omit it, or pass schedule={AUTO!r}"
             )
         if self.schedule == AUTO:
             self._check_auto()

@@ -69,8 +69,8 @@ class Batches(Iterator[Any]):
     def __next__(self) -> Any:
         if self.number <= self.place.outdated:
             raise UsageError(
-                "this iterator was created before the position of its dataloader was loaded or set, and would read "
-                "from its old position: call iter(dataloader) after load_training_state, load_state_dict, set_epoch or "
+                "this iterator was created before the position of its dataloader was loaded or set, and would continue "
+                "from the old position: call iter(dataloader) after load_training_state, load_state_dict, set_epoch or "
                 "set_start_index"
             )
         batch = next(self.batches, OVER)
@@ -85,9 +85,9 @@ class Batches(Iterator[Any]):
             if self.is_counted and self.place.begun:
                 if not self.place.batches:
                     logger.warning(
-                        "a dataloader had no batch in epoch %d: its sampler or stream is empty, yields fewer samples "
-                        "than a step needs, can be iterated only once, or has a state_dict that contains a position "
-                        "within an epoch",
+                        "a dataloader yielded no batch in epoch %d: its sampler or stream is empty, yields fewer "
+                        "samples than a step needs, can be iterated only once, or has a state_dict that contains a "
+                        "position within an epoch",
                         self.place.epoch,
                     )
                 self.place.counted = self.place.batches
@@ -343,8 +343,8 @@ class ResumableDataLoader(DataLoader[Any]):
         if former != sizes:
             raise CheckpointError(
                 f"the data position was saved with {former}, but this dataloader has {sizes} (batch_size counts all "
-                "replicas together, batches_at_once is the number of replicas, workers is num_workers, at least 1). "
-                "Create the dataloader from the same data with the same sizes, or pass dataloader=None to "
+                "replicas together, batches_at_once is the number of replicas, and workers is num_workers, but at "
+                "least 1). Create the dataloader from the same data with the same sizes, or pass dataloader=None to "
                 "load_training_state to start at the beginning"
             )
         self._order.load_state(state.get("order", {}))
@@ -425,8 +425,8 @@ class After(Iterator[Any]):
             f"{type(self.stream).__name__} ended after {counted(self.skipped, 'batch')} of an epoch, but {self.count} "
             "had been read when the data position was saved. The loader restores the state that the stream had at the "
             "start of the epoch (its state_dict or, without one, its changed attributes with plain values), and reads "
-            "the stream up to the position: the state must not itself be a position in the stream. Correct the "
-            "stream's state_dict, or pass dataloader=None to load_training_state to start at the beginning"
+            "the stream up to the position. The state itself must therefore not be a position in the stream. Correct "
+            "the stream's state_dict, or pass dataloader=None to load_training_state to start at the beginning"
         )
 
 
@@ -435,8 +435,8 @@ def _refuse_shares(order: Order) -> None:
         raise ConfigurationError(
             f"{type(one).__name__} already splits the data into {count} shares, so stages of a pipeline could read "
             "different batches, or each replica could read only a part of its share. Pass a sampler over the whole "
-            "dataset (or shuffle=True), or a stream without split_dataset_by_node: pipeshard then divides the samples "
-            "among the replicas"
+            "dataset (or shuffle=True), or a stream without split_dataset_by_node. pipeshard itself divides the "
+            "samples among the replicas"
         )
 
 
@@ -446,7 +446,7 @@ def _refuse_sharding(order: Order) -> None:
         if isinstance(one, IterDataPipe) and hasattr(one, "apply_sharding"):
             raise ConfigurationError(
                 f"{type(one).__name__} shards the stream by the rank of the process, so stages would read different "
-                "samples, and workers of different replicas would read the same samples: remove sharding_filter(). The "
-                "loader divides the samples among the replicas. If num_workers > 1, shard the stream among the workers "
-                "with torch's get_worker_info()"
+                "samples, and workers of different replicas would read the same samples. Remove sharding_filter(): the "
+                "loader itself divides the samples among the replicas. If num_workers > 1, shard the stream among the "
+                "workers with torch's get_worker_info()"
             )

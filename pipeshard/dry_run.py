@@ -28,7 +28,8 @@ def print_plan(kind: str, settings: Namespace) -> None:
     the number of slices that training uses. Raises ConfigurationError for commands other than sft."""
     if kind != "sft":
         raise ConfigurationError(
-            f"--dry_run supports only pipeshard sft: the planner does not simulate the step of {kind}. Omit --dry_run"
+            f"--dry_run supports only pipeshard sft: the planner does not simulate a step of pipeshard {kind}. Omit "
+            "--dry_run"
         )
     from pipeshard.commands import show
 

@@ -337,7 +337,7 @@ class PipelinePlugin:
         if model is None and call != "execute_pipeline":
             alive = [boosted for own in self._boosted if (boosted := own()) is not None]
             if len(alive) > 1:
-                raise UsageError(f"{call} is ambiguous with {len(alive)} models: pass the model, as in {call}(model)")
+                raise UsageError(f"{call} is ambiguous with {len(alive)} boosted models: pass one, as in {call}(model)")
             model = alive[0] if alive else None
         if not isinstance(model, PipelineModel):
             got = "no model" if model is None else f"an instance of {type(model).__name__}"

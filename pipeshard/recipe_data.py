@@ -35,7 +35,7 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
         if not hasattr(train, "train_test_split"):
             raise ConfigurationError(
                 f"test_split_size={settings.test_split_size} requires data of a known length, but dataset_streaming is "
-                "set: remove one of the two. Without test_split_size, dataset_test_split names the split for evaluation"
+                "set: remove one of the two. Without test_split_size, set dataset_test_split to the evaluation split"
             )
         try:
             train, test = train.train_test_split(settings.test_split_size, seed=settings.seed).values()
@@ -76,7 +76,7 @@ def loaded(settings: Namespace) -> Any:
         *others, last = DATA_FORMATS
         raise ConfigurationError(
             f"dataset_name={name} must end in {', '.join(others)} or {last}: convert the file, or pass a folder that "
-            "datasets saved, or a dataset on the Hub"
+            "datasets saved or a dataset on the Hub"
         )
     with explained(partial(unreadable_data, path) if path.exists() else partial(not_at_hand, "dataset_name", name)):
         if path.suffix in DATA_FORMATS:
@@ -163,5 +163,5 @@ def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) 
         remedy = file if is_setting else "save a Jinja template as chat_template.jinja in the model's folder"
         raise ConfigurationError(
             f"the tokenizer of {settings.model_name_or_path} has no chat template, but {settings.dataset_name} "
-            f"contains chats: {remedy}, or use the model's version for chats (often named -Instruct)"
+            f"contains chats: {remedy}, or use the chat version of this model (often named -Instruct)"
         )

@@ -753,7 +753,7 @@ def test_a_stream_whose_state_is_a_position_is_refused(caplog: pytest.LogCapture
     epochs(left, 1)
     other.load_state_dict(left.state_dict())
     assert epochs(other, 1) == [[]]
-    assert "a dataloader had no batch in epoch 1" in caplog.text
+    assert "a dataloader yielded no batch in epoch 1" in caplog.text
     for _ in zip(range(2), left):
         pass
     other.load_state_dict(left.state_dict())
@@ -1091,7 +1091,7 @@ def test_a_stream_that_is_split_by_node_is_refused() -> None:
 
 def refused_pipe(replicas: int) -> None:
     pipe = IterableWrapper(range(22)).sharding_filter().map(int)
-    with pytest.raises(ConfigurationError, match=r"ShardingFilterIterDataPipe .*: remove sharding_filter\(\)"):
+    with pytest.raises(ConfigurationError, match=r"ShardingFilterIterDataPipe .*Remove sharding_filter\(\)"):
         make(dataset=pipe, num_replicas=replicas)
     assert flat(make(dataset=IterableWrapper(range(22)), num_replicas=replicas))[:4] == [*range(4)]
 

@@ -861,7 +861,7 @@ def test_missing_packages_are_named() -> None:
 
 def test_a_plan_is_of_sft() -> None:
     assert (
-        "--dry_run supports only pipeshard sft: the planner does not simulate the step of dpo"
+        "--dry_run supports only pipeshard sft: the planner does not simulate a step of pipeshard dpo"
         in said("dpo", "--dry_run").output
     )
 

@@ -46,7 +46,7 @@ def teacher_and_student() -> list[str]:
     booster = Booster(plugin=plugin)
     pairs: list[Pair] = [pair(booster, "llama-tied", seed) for seed in (0, 1)]
     for call in (plugin.sync_grads, plugin.recording):
-        with pytest.raises(UsageError, match="is ambiguous with 2 models"):
+        with pytest.raises(UsageError, match="is ambiguous with 2 boosted models"):
             call()
     with pytest.raises(UsageError, match="no_sync is ambiguous"), plugin.no_sync():
         pass

@@ -50,8 +50,8 @@ def find_sample(
         why = "dry_run_input is a function" if is_function else "pipeshard has no batch"
         raise ConfigurationError(
             f"schedule='auto' requires the sizes of a whole batch, but {why}: pass dry_run_input=batch, with as many "
-            "samples and tokens as a training batch (if a Trainer generates completions: the input_ids and labels of "
-            "prompts with completions)"
+            "samples and tokens as a training batch. If a Trainer generates completions, pass the input_ids and labels "
+            "of prompts with completions"
         )
     batch = read_batch(model, dummy_inputs(model) if data is None else data, batch_dims)
     if data is not None:

@@ -127,7 +127,7 @@ class Order:
             if key not in members:
                 raise CheckpointError(
                     f"the saved data position contains the state of {key.partition(' ')[2]}, which this dataloader "
-                    "does not use, or uses at another place (its samplers and streams, in order: "
+                    "does not use, or uses at a different place (its samplers and streams, in order: "
                     f"{', '.join(key.partition(' ')[2] for key in members)}): create the dataloader as before the save"
                 )
         attributes = {key: _unpacked(entry.get("attributes", {})) for key, entry in state.items()}
@@ -164,8 +164,8 @@ def refuse_unseeded(root: Any) -> None:
     """Raise ConfigurationError for a stream of `datasets` that each process shuffles in a different order."""
     if is_unseeded(root):
         raise ConfigurationError(
-            f"the {type(root).__name__} was shuffled or interleaved without a seed, so every rank, and a resumed run, "
-            "would read its samples in a different order, some twice and others never: pass a seed, as in "
+            f"the {type(root).__name__} was shuffled or interleaved without a seed, so its order would differ between "
+            "ranks, and in a resumed run. Some samples would be read twice, and others never. Pass a seed, as in "
             "stream.shuffle(seed=0, buffer_size=1000) or interleave_datasets(streams, probabilities, seed=0)"
         )
 

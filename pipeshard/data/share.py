@@ -68,7 +68,7 @@ class Share:
             self.has_warned = True
             logger.warning(
                 "the last %s of each epoch (or batches, if the DataLoader does not batch) will be dropped, because "
-                "each of the %d replicas must read at least one",
+                "there is not one for each of the %d replicas",
                 counted(remainder, "sample"),
                 self.replicas,
             )
@@ -110,9 +110,10 @@ class SharedSampler(Sampler[Any]):
                 f"{type(self.sampler).__name__} yields a different order than before the data position was saved: "
                 f"entry {self.skip - 1} differs. The loader restores the state of the samplers at the start of the "
                 "epoch (their state_dict or, without one, their changed attributes with plain values), and then skips "
-                "the entries that were read: the state must determine the order of a whole epoch, and must not contain "
-                "a position in the epoch. Correct the sampler's state_dict. If the order depends on losses of the same "
-                "epoch, save between epochs. To start at the beginning, pass dataloader=None to load_training_state"
+                "the entries that were read. The state must therefore determine the order of a whole epoch, and must "
+                "not contain a position in the epoch. Correct the sampler's state_dict. If the order depends on losses "
+                "of the same epoch, save between epochs. To start at the beginning, pass dataloader=None to "
+                "load_training_state"
             )
         for number, entry in enumerate(entries, self.skip + 1):
             if number % step == 0 and is_savable(entry):

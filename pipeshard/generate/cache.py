@@ -80,8 +80,8 @@ class Entries:
         """Extend `entries` to index `last`, since some caches create their entries only when layers run."""
         if not entries:
             raise TraceError(
-                f"{type(self.cache).__name__} creates its entries only when layers run, and this rank has run none, so "
-                "a pipeline cannot generate with this cache. Pass a cache that is created from the config "
+                f"{type(self.cache).__name__} creates its entries only when layers run, but this rank has not run a "
+                "layer, so a pipeline cannot generate with this cache. Pass a cache that is created from the config "
                 "(DynamicCache(config=model.config))"
             )
         while len(entries) <= last:
