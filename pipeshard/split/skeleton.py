@@ -88,9 +88,9 @@ def _refuse_existing(module: nn.Module, again: nn.Module, place: int, name: str)
     existing = next((inner for inner in again.modules() if inner in known and _has_values(inner)), None)
     if existing is not None:
         raise UsageError(
-            f"layer {place}, {name}, contains an existing module ({type(existing).__name__}), but a LayerSpec builds "
-            "all modules of the layer, on the rank that holds the layer, so the values of the existing module would be "
-            "lost. Pass the class and its arguments, or put the existing module directly into the list of layers"
+            f"layer {place}, {name}, contains an existing module ({type(existing).__name__}), but a LayerSpec must "
+            "build all modules of the layer, on the rank that holds the layer: the values of the existing module would "
+            "be lost. Pass the class and its arguments, or put the existing module directly into the list of layers"
         )
 
 
