@@ -27,8 +27,8 @@ PEERS = """\
 - **DeepSpeed** requires a list of layers, in which each layer is a module with one input. By default, DeepSpeed clips
   gradients to norm 1.0 (turned off here with `"gradient_clipping": 0.0`). With `dynamic_shape=False`, a batch of a new
   length is rejected, or read into a buffer that has the length of the first batch.
-- **ColossalAI** 0.5.0 only supports transformers 4.51.3. To run ColossalAI on a CPU, the benchmark replaces two of
-  torch's functions: ColossalAI's communication calls `is_hccl_available`, which only torch's builds for Ascend have,
+- **ColossalAI** 0.5.0 only supports transformers 4.51.3. To run ColossalAI on a CPU, the benchmark patches two
+  functions in torch: ColossalAI's communication calls `is_hccl_available`, which only torch's builds for Ascend have,
   and ColossalAI's GPT-2 sets a CUDA device. ColossalAI's GPT-2 requires an `attention_mask` in addition to the ids.
   With sdpa, ColossalAI's GPT-2 attends to future tokens, so all contenders use eager attention for GPT-2. With
   `enable_metadata_cache=False`, which changing lengths require, ColossalAI pickles a header for every message."""

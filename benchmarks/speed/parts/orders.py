@@ -27,8 +27,8 @@ the F, B and W times of each unit of a llama with 32 layers, hidden size 384 and
 torch, the simulation uses the compute actions that torch's schedule classes generate; for pipeshard, it uses the
 actions that pipeshard runs. All schedules except "auto" cut the model into stages with equal numbers of layers. "Auto"
 (`schedule="auto"`) searches for a program and its cuts within the memory that 1F1B needs. In the simulation, messages
-take no time. "Idle" is the share of the time during which the ranks compute nothing. "Time" is the step time relative
-to torch's 1F1B. "Activations" is the largest number of microbatches whose activations a rank keeps. torch's DualPipeV
+take no time. "Idle" is the share of the ranks' time in which they compute nothing. "Time" is the step time relative to
+torch's 1F1B. "Activations" is the largest number of microbatches whose activations a rank keeps. torch's DualPipeV
 requires at least one microbatch per stage."""
 
 LAYERS, ROWS, LENGTH = 32, 2, 128
