@@ -59,8 +59,8 @@ def saved_position(rest: dict[str, Any], grid: Grid) -> Any:
         raise CheckpointError(
             f"the dataloaders of {len(positions)} replicas were saved at different positions, but this run has dp_size="
             f"{grid.dp_size}: resume with dp_size={len(positions)}, or pass dataloader=None to load_training_state to "
-            "start at the beginning of the data. To resume with any dp_size, train with a dataloader "
-            "from plugin.prepare_dataloader, whose position does not depend on the number of replicas"
+            "start at the beginning of the data. To be able to change dp_size, train with a dataloader from "
+            "plugin.prepare_dataloader, whose position does not depend on the number of replicas"
         )
     return positions[grid.replica]
 

@@ -51,7 +51,7 @@ def read_document(file: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
     if not isinstance(content, dict):
-        raise ValueError(f"the file must contain a JSON object, but contains a {type(content).__name__}")
+        raise ValueError(f"the file must contain a JSON object, but contains a value of type {type(content).__name__}")
     return content
 
 

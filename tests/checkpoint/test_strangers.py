@@ -204,7 +204,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     for weights in (None, [], True, 3):
         refused(index_of(folder, weights), "the weight_map must be a JSON object")
     for text, what in (
-        ("[]", "must contain a JSON object, but contains a list"),
+        ("[]", "must contain a JSON object, but contains a value of type list"),
         ("[" * 10**5, "nested too deeply"),
         ("{}", "KeyError"),
     ):
