@@ -91,10 +91,11 @@ class Routes:
             released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])
             if released:
                 raise TraceError(
-                    f"unlike in the trace at boost, stage {stage} reads {released[0]} outside its unit, but does not "
-                    "hold this parameter. If the read depends on the batch, pass dry_run_input=<a batch of this kind> "
-                    "to PipelinePlugin. If the read depends on the mode (train or eval) or an attribute, read the "
-                    "parameter in both modes and for every value of the attribute, or use one stage (pp_size=1)"
+                    f"unlike in the trace at boost, the model reads {released[0]} outside its unit on stage {stage}, "
+                    "which does not hold this parameter. If the read depends on the batch, pass dry_run_input=<a batch "
+                    "of this kind> to PipelinePlugin. If the read depends on the mode (train or eval) or an attribute, "
+                    "read the parameter in both modes and for every value of the attribute, or use one stage "
+                    "(pp_size=1)"
                 )
 
 
