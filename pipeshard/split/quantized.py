@@ -123,8 +123,8 @@ def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
     if not isinstance(module, Packed):
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(
-            f"quantization_config quantizes {path} ({type(module).__name__}), but only nn.Linear layers, not "
-            "subclasses (with bitsandbytes, also transformers' Conv1D layers), can be quantized. Add "
+            f"quantization_config quantizes {path} ({type(module).__name__}), but only layers of the class "
+            "nn.Linear itself, not of a subclass, can be quantized (with bitsandbytes, also transformers' Conv1D). Add "
             f"{every!r} to {SKIPS[method]}, or omit quantization_config"
         )
 

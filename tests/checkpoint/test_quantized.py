@@ -540,7 +540,7 @@ def test_every_other_method_of_transformers_is_refused_by_name() -> None:
     for method in (others | EXTRAS.keys()) - {"bitsandbytes"}:
         saved = LlamaConfig(quantization_config={"quant_method": method})
         with pytest.raises(
-            ConfigurationError, match=rf"are quantized \(with {re.escape(method)}\), .* Use the original"
+            ConfigurationError, match=rf"are quantized \(with {re.escape(method)}\), .* Load the unquantized original"
         ):
             quantization_of(saved, "folder", None)
 
