@@ -392,7 +392,7 @@ class Forward:
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(
                 f"the logits of {type(self.pipeline.model).__name__} contain NaN. Either the unsplit model also "
-                "computes NaN (for example, since a parameter is not finite), or a layer reads cache entries of a "
+                "computes NaN (for example, because a parameter is not finite), or a layer reads cache entries of a "
                 "layer on another stage. In the second case, cut the model elsewhere (the partition argument of "
                 "PipelinePlugin), or generate without a cache (use_cache=False)"
             )

@@ -397,8 +397,8 @@ class Deepspeed(Target):
         if not size or size % num_stages:
             called = "" if size else ", and call deepspeed.init_distributed before build"
             raise ConfigurationError(
-                f"target='deepspeed' requires a multiple of num_stages={num_stages} ranks (the cuts define the "
-                f"stages), but {f'the world size is {size}' if size else 'no process group exists'}: "
+                f"target='deepspeed' requires a number of ranks that is a multiple of num_stages={num_stages} (defined "
+                f"by the cuts), but {f'the world size is {size}' if size else 'no process group exists'}: "
                 f"start {counted(num_stages, 'process')}, or a multiple of this number{called}"
             )
         return range(num_stages), dist.get_rank() // (size // num_stages)
