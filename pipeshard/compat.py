@@ -170,8 +170,8 @@ class PipelineStageManager:
         places = [stage, 2 * p - 1 - stage] if self.use_zbv else range(stage, stage + p * v, p)
         if not 0 <= stage < p or max(places) >= len(layers_per_stage):
             raise ConfigurationError(
-                f"stage must be from 0 to {p - 1}, got {stage}, and layers_per_stage must have one number per virtual "
-                f"stage, {p * v} in all, got {len(layers_per_stage)}"
+                f"stage must be from 0 to {p - 1} (got {stage}), and layers_per_stage must have one number per virtual "
+                f"stage, {p * v} in all (got {len(layers_per_stage)})"
             )
         ends = [0, *itertools.accumulate(layers_per_stage)]
         indices = [[ends[place], ends[place + 1]] for place in places]

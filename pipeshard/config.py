@@ -361,8 +361,8 @@ class PipelineConfig:
                 raise ConfigurationError(f"{name}, the number of {what}, must be {POSITIVE}, got {size!r}")
         if self.tp_size > 1 and self.ep_size > 1:
             raise ConfigurationError(
-                f"tp_size={self.tp_size} is not supported with ep_size={self.ep_size}: a plan shards either the "
-                "matrices or the experts of a stage. Use only one of the two, with more stages or replicas"
+                f"tp_size={self.tp_size} is not supported with ep_size={self.ep_size}: pipeshard shards either "
+                "the matrices or the experts of a stage. Use only one of the two, with more stages or replicas"
             )
 
     def _check_microbatches(self) -> None:
