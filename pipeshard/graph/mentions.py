@@ -13,9 +13,9 @@ from pipeshard.graph.places import PlacePath, is_users_function, names_in, own
 
 def is_mentioned(place: PlacePath, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
     """Whether code outside `unit` mentions the name of `place`, and may therefore read the value that a call of the
-    unit has written to the place. This code is the criterion's code, the classes of modules that `unit` does not
-    contain, and functions in attributes of such modules. A user's decorator that `unit` also has does not count. True
-    for a place without a name."""
+    unit has written to the place. Searches the criterion, the model's classes, the user's decorators in these classes,
+    and functions in attributes of modules, but no class, decorator or function that `unit` also has. True for a place
+    without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True

@@ -154,7 +154,8 @@ def test_lists_with_an_entry_per_sample_are_told(pool: Pool, num_microbatches: i
     for good, message in pool.run(detected, 2, num_microbatches):
         assert good
         assert_told(
-            [message], [r"\['found'\]\[0\]\['boxes'\] .* list of 2 entries" if num_microbatches == 3 else "structure"]
+            [message],
+            [r"\['found'\]\[0\]\['boxes'\] .* sample .*\(2 in all\)" if num_microbatches == 3 else "structure"],
         )
 
 
