@@ -232,7 +232,7 @@ class PipelineCheckpointIO:
     @together_in("load_optimizer")
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str, prefix: str | None = None, **_: Any) -> None:
         """Load the optimizer's state from a folder or file that `save_optimizer` wrote. The number of stages may
-        differ."""
+        differ from that of the save."""
         _refuse_prefix(prefix)
         load_optimizer(optimizer, checkpoint)
 

@@ -15,7 +15,7 @@ from pipeshard.hf import is_of_peft
 from pipeshard.split.base_names import base_names
 from pipeshard.split.ties import first_names, names_of
 
-WHOLE = "Call pipeshard.to_sequential(model, rank=0) on every rank. On the model that it returns on rank 0, call"
+WHOLE = "Call pipeshard.to_sequential(model, rank=0) on every rank. On rank 0, it returns the whole model: call its"
 
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -189,8 +189,9 @@ def _refuse_wrappers(states: ParameterStates) -> None:
         if hasattr(local(tensor), "__tensor_flatten__"):
             raise CheckpointError(
                 f"{key} of {name} in the optimizer's state cannot be saved: its class {type(local(tensor)).__name__} "
-                "wraps several tensors. Instead of an 8-bit or 4-bit optimizer of torchao, use "
-                f"bitsandbytes.optim.AdamW8bit (in a Trainer, TrainingArguments(optim='adamw_8bit')), or {ONLY_MODEL}"
+                "wraps several tensors. Use bitsandbytes.optim.AdamW8bit (in a Trainer, "
+                "TrainingArguments(optim='adamw_8bit')) instead of torchao's 8-bit and 4-bit optimizers, or "
+                f"{ONLY_MODEL}"
             )
 
 

@@ -46,7 +46,7 @@ class CudaTransfer:
         return tensor
 
     def wait(self) -> None:
-        """Make later computation on the device wait for the copies that were started so far."""
+        """Make later computation on the device wait for all copies started so far."""
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self._used.clear()
 

@@ -175,7 +175,7 @@ class Reader:
         self._has_warned = False  # about a batch that several replicas read
 
     def settle(self, batch: Batch) -> Batch:
-        """Convert a batch that was already read to the form that the model receives."""
+        """Convert a batch that has already been read into the form that the model receives."""
         return self.precision.of_batch(self.row_dims.settle(batch) if self.cuts() else batch)
 
     def next(

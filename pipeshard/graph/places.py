@@ -410,8 +410,8 @@ def _set_state(generator: Any, state: Any) -> None:
     if _is_iterator(generator):
         raise TraceError(
             f"a forward reads from an iterator ({type(generator).__name__}) that cannot be rewound, so the trace and "
-            "the stages cannot read the same items: count in an attribute (self.step += 1), and index a list with this "
-            "attribute"
+            "the stages cannot read the same items: store the items in a list, and index the list with a counter in an "
+            "attribute (self.step += 1)"
         )
     if isinstance(generator, ContextVar):
         generator.set(None if state is MISSING else state)

@@ -80,8 +80,8 @@ def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Ki
 def shorten_cooldown(program: Program) -> Program:
     """Split each whole B after its rank's last F into B and W, if the B's gradient is sent to another rank.
 
-    W runs right after B, so the only change is that the gradient is sent between B and W. For example, 1F1B with p=3,
-    m=4, in which a whole B takes as long as B and W together:
+    W runs right after B, so the only change is that the gradient is sent between B and W. For example, 1F1B with p=3
+    and m=4, if a whole B takes as long as a separate B and W together:
 
     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- B2 -- B3 --
     rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 W2 B3 W3 ..

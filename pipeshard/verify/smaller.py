@@ -200,15 +200,18 @@ def _check_alike(model: nn.Module, built: nn.Module) -> None:
     theirs, own = dict(model.named_modules()), dict(built.named_modules())
     for path, module in own.items():
         if path not in theirs or type(theirs[path]) is not type(module):
-            raise Unlike(f"in a smaller {type(model).__name__}, module {path!r} is new or has a different class")
+            raise Unlike(
+                f"module {path!r} of a smaller {type(model).__name__} does not exist in the full-size model, or has a "
+                "different class there"
+            )
     if missing := {_anywhere(path) for path in theirs} - {_anywhere(path) for path in own}:
         raise Unlike(f"a smaller {type(model).__name__} has no module {sorted(missing)[0]!r}")
     named = dict(model.named_parameters())
     for name, parameter in built.named_parameters():
         if name not in named or named[name].dim() != parameter.dim():
             raise Unlike(
-                f"in a smaller {type(model).__name__}, parameter {name!r} is new or has a different number of "
-                "dimensions"
+                f"parameter {name!r} of a smaller {type(model).__name__} does not exist in the full-size model, or has "
+                "a different number of dimensions there"
             )
     if _ties(model, built) != _ties(built, model):
         raise Unlike(f"a smaller {type(model).__name__} ties different weights than the full-size model")
