@@ -44,8 +44,8 @@ OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between 
 class PipelineHints:
     """The attribute `pipeline_hints` of a model: values for arguments of the plugin that the user did not set.
 
-    `num_stages` is the number of stages that the model requires, or None. `recompute` recomputes every unit or, with
-    `checkpointable`, every unit whose class name is in `checkpointable`.
+    `num_stages` is the number of stages that the model requires, or None. If `recompute` is True, every unit is
+    recomputed or, if `checkpointable` is set, every unit whose class name is in `checkpointable`.
     """
 
     num_stages: int | None = None
@@ -72,40 +72,46 @@ class PipelineConfig:
         num_microbatches: the number of microbatches into which each batch is split along its samples.
         microbatch_size: alternatively, the number of samples per microbatch.
         microbatch_tokens: alternatively, the maximum number of tokens per microbatch, including padding. Samples of
-            similar length are grouped, and each microbatch is padded only to its own longest sample. With pp_size=1,
-            and also for a PipelineTrainer, all three arguments may be omitted.
-        schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
-            gradients of linear and embedding layers are computed separately, when a stage would otherwise wait.
-            Alternatively, pass a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns a Program.
-            pipeshard adds messages to this Program, and otherwise runs it unchanged. "auto" searches for the cuts, the
-            number of chunks per rank and the order of all actions that minimize this model's step time within
-            `memory_limit`, using the costs of partition="auto" or "profile".
-        memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states. The default is
-            the most memory that any rank needs with "1f1b".
+            similar length are grouped, and each microbatch is padded only to its own longest sample. All three
+            arguments may be omitted with pp_size=1, and for a PipelineTrainer.
+        schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With "zb-h1", "zbv", "v-half" and
+            "v-min", stages compute the weight gradients of linear and embedding layers separately, when they would
+            otherwise wait. Alternatively, pass a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns
+            a Program. pipeshard adds messages to this Program, and otherwise runs it unchanged. "auto" searches for the
+            cuts, the number of chunks per rank and the order of all actions that minimize this model's step time within
+            `memory_limit`. The search uses the costs of partition="auto" or "profile".
+        memory_limit: the maximum memory per rank with schedule="auto", such as "80GB". It includes AdamW's states. The
+            default is the most memory that any rank needs with "1f1b".
         num_slices: the number of slices into which each microbatch is split along its sequence during training. Slices
             reduce idle time for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
-            time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and "1f1b",
-            "gpipe" or "zb-h1".
+            time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and
+            schedule="1f1b", "gpipe" or "zb-h1".
         num_model_chunks: v, the number of model chunks per rank: 2 (the default) or more for "interleaved", always 2
-            for the V schedules ("zbv", "v-half", "v-min"), and 1 for all other names. A Program or "auto" determines v
-            itself.
+            for the V schedules ("zbv", "v-half", "v-min"), and 1 for all other schedule names. A Program or "auto"
+            determines v itself.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
-        partition: how to choose the cuts: "auto" (by cost), "uniform", "parameters", "type:REGEX" (each stage gets the
-            same number of units whose class matches), "profile" (by measured time; "profile:PATH" saves the times in a
-            file), "speed:1.0,0.6" (by cost divided by each rank's relative speed), a list with the number of unit calls
-            of each of the p·v stages, or a list with the names of the modules to cut after.
+        partition: how to choose the cuts:
+            - "auto": by cost;
+            - "uniform";
+            - "parameters";
+            - "type:REGEX": each stage gets the same number of units whose class matches;
+            - "profile": by measured time ("profile:PATH" saves the times in a file);
+            - "speed:1.0,0.6": by cost divided by each rank's relative speed;
+            - a list with the number of unit calls of each of the p·v stages;
+            - a list with the names of the modules to cut after.
         policy: a Policy class for this model. The default is the class registered for the model.
         init_weights: how to initialize meta tensors (built under `torch.device("meta")`, or under accelerate's
             `init_empty_weights`). True uses the architecture's `_init_weights`, and `reset_parameters()` of plain
-            modules. Other values that a constructor sets on meta are lost. With False, you must load the values with
-            `booster.load_model`. A function is called as `fn(module)` or `fn(module, name)` for every module that has
-            its own meta parameters. The initial values depend only on rank 0's seed (`torch.manual_seed`) and on names,
-            not on `pp_size`.
+            modules. Other values that a constructor assigns to meta tensors are lost. With False, you must load the
+            values with `booster.load_model`. A function is called as `fn(module)` or `fn(module, name)` for every
+            module that has its own meta parameters. The initial values depend only on rank 0's seed
+            (`torch.manual_seed`) and on names, not on `pp_size`.
         dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates a batch of `size`
             samples. The default is the first samples of the dataloader's dataset or, without a dataloader, dummy
             inputs.
-        shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")], before the
-            model is cut. The tied parameter keeps the values of the group's first parameter.
+        shared_weights: groups of parameter names, such as [("embed.weight", "head.weight")]. The parameters of each
+            group are tied together before the model is cut. The tied parameter keeps the values of the group's first
+            parameter.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`. 0 disables
             clipping.
         loss_reduction: "token" gives the loss of the whole batch, the mean over its valid labels. "batch" computes this
@@ -118,8 +124,8 @@ class PipelineConfig:
             style.
         ep_size: the number of ranks that shard the experts of each stage, using the architecture's own `ep_plan`. Not
             supported with tp_size > 1.
-        ep_plan: a custom plan, as a dict with "ep_dispatch_experts" for expert modules, and "grouped_gemm" for their
-            parameters.
+        ep_plan: a custom plan, as a dict from expert modules to "ep_dispatch_experts", and from their parameters to
+            "grouped_gemm".
         zero_stage: 1 shards the optimizer state across the replicas, without splitting any parameter's state.
         fsdp: True shards the parameters, gradients and optimizer state of each held unit across the replicas, with
             torch's `fully_shard`. Parameters are gathered once per step.
@@ -128,12 +134,12 @@ class PipelineConfig:
             gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast with `precision`.
         initial_scale: the initial loss scale, with "fp16".
-        compile: True, or a dict of torch.compile options, to compile each held unit by itself. Units of the same class
+        compile: True, or a dict of torch.compile options, to compile each held unit separately. Units of the same class
             are compiled only once. Not supported with schedules that split the backward, schedule="auto", `num_slices`,
             `offload` of activations, or `deferred_batch_norm`.
-        batch_dims: a dict from paths of batch leaves to the leaf's batch dimension, if this is not the first dimension
-            (time-major inputs), or to None if every microbatch receives the unsplit leaf. A batch with an undeclared,
-            ambiguous leaf raises BatchError.
+        batch_dims: a dict from the path of a batch leaf to the leaf's batch dimension, or to None if every microbatch
+            receives the unsplit leaf. Declare a leaf whose batch dimension is not the first dimension (time-major
+            inputs). A batch with an undeclared, ambiguous leaf raises BatchError.
         recompute: the unit calls that keep only their inputs and run again in the backward pass: True (all calls), a
             fraction of each stage's calls, from 0 to 1 (repeated layers first), or a list of p·v fractions, one per
             stage.
@@ -143,24 +149,25 @@ class PipelineConfig:
             the updated values are copied back. "both" combines the two. On a CPU, nothing is copied.
         activation_checkpoint_interval: as an alternative to `recompute`, k > 0 recomputes every k-th unit call of the
             model.
-        timeout: the seconds that one action of a step, or one wait for another rank, may take (three times as long
-            outside a step), or None for no limit. After this time, all ranks abort with a table of each rank's current
-            activity. "adaptive" is 20 times the longest action so far, but at least 30 seconds (600 seconds until
-            `optimizer.step()` has completed once). A dict sets separate values for a "step", for any "other" call (a
-            save, a load, a boost), and for the script's own waits "between" two calls.
+        timeout: the number of seconds that one action of a step, or one wait for another rank, may take, or None for no
+            limit. Outside a step, the limit is three times as long. After this time, all ranks abort with a table of
+            each rank's current activity. "adaptive" is 20 times the longest action so far. Its minimum is 30 seconds,
+            or 600 seconds until `optimizer.step()` has completed once. A dict sets separate values for a "step", for
+            any "other" call (a save, a load, a boost), and for the script's own waits "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
-            faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if SIGTERM has no handler). If a
-            rank fails, the other ranks then raise the backend's errors.
+            faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if SIGTERM has no handler). With
+            False, the other ranks raise the backend's errors if a rank fails.
         check_finite: check that the loss, sent activations and gradients, and the parameters' gradients and updated
-            values are finite. If a value is not, the stage raises NonFiniteError, which names the stage and the first
-            non-finite parameter, if any. With "fp16", gradients are not checked, since they may overflow.
-        verify: prove, before the model is cut, that the split model trains like the unsplit model. In the first
-            process, all stages and the unsplit model take two steps on samples of the batch that is used for tracing.
-            With pp_size=1, the proof compares the batch in several microbatches with the whole batch. "auto" runs the
-            proof for your own models, criteria and optimizers, for transformers classes that docs/parity.md does not
-            list, and with `num_slices` or `microbatch_tokens`. With "auto", the proof stops after 5 seconds (60 with
-            `num_slices` or `microbatch_tokens`, or for a smaller copy, which replaces a model on meta or a model too
-            large for a tenth of the free memory). A difference raises VerificationError.
+            values are finite. If a value is not finite, the stage raises NonFiniteError. The error names the stage and
+            the first non-finite parameter, if any. With "fp16", gradients are not checked, since they may overflow.
+        verify: prove that the split model trains like the unsplit model, before the model is cut. In the first process,
+            all stages and the unsplit model take two steps on samples of the batch that is used for tracing. With
+            pp_size=1, the proof compares the batch, split into several microbatches, with the whole batch. "auto" runs
+            the proof for your own models, criteria and optimizers, for transformers classes that docs/parity.md does
+            not list, and with `num_slices` or `microbatch_tokens`. With "auto", the proof stops after 5 seconds, or
+            after 60 seconds with `num_slices`, with `microbatch_tokens`, or for a smaller copy of the model. A smaller
+            copy replaces a model that is on meta, or too large for a tenth of the free memory. A difference raises
+            VerificationError.
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
             instead of once per microbatch. Not supported with `compile`.
 
@@ -226,7 +233,7 @@ class PipelineConfig:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages, p·v: each rank has one, or one per chunk."""
+        """The number of stages, p·v: each rank holds one stage, or one stage per chunk."""
         return self.pp_size * self.num_model_chunks
 
     @property
@@ -236,8 +243,8 @@ class PipelineConfig:
 
     @property
     def cut(self) -> tuple[int | None, int | None]:
-        """(num_microbatches, microbatch_size). At most one of the two is set. With `microbatch_tokens`, both are
-        None."""
+        """(num_microbatches, microbatch_size). At most one of these two values is set. With `microbatch_tokens`, both
+        are None."""
         return self.num_microbatches, self.microbatch_size
 
     @property
@@ -277,7 +284,7 @@ class PipelineConfig:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether microbatches are formed by number of tokens, with excess padding removed."""
+        """Whether samples are grouped into microbatches by number of tokens, and excess padding is removed."""
         return self.microbatch_tokens is not None
 
     def slices_of(self, totals: Sequence[int]) -> int:
@@ -326,7 +333,7 @@ class PipelineConfig:
         """The partition, the recomputation and the criterion of a model. The model's hints replace the arguments that
         the user has not set.
 
-        Raises ConfigurationError for a model that requires a different number of stages.
+        Raises ConfigurationError if the model requires a number of stages other than `num_stages`.
         """
         hints = PipelineHints.of(model)
         if hints.num_stages not in (None, self.num_stages):
@@ -425,7 +432,8 @@ class PipelineConfig:
             self._check_slices()
 
     def _check_auto(self) -> None:
-        """Refuse options whose values the search chooses itself, and options that its programs do not support."""
+        """Refuse options whose values the search chooses itself, and options that the search's programs do not
+        support."""
         for name, default in (
             ("partition", AUTO),
             ("num_model_chunks", 1),
