@@ -35,12 +35,12 @@ def find_sample(
     device: torch.device,
     for_search: bool = False,
 ) -> Batch:
-    """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), otherwise the dataset's
-    first samples, otherwise dummy inputs for the model.
+    """Read a batch from the first of the following that is available: the user's `dry_run_input` (a batch, or a
+    function `fn(size, device)` that returns one), the dataset's first samples, and dummy inputs for the model.
 
     Raises BatchError if no batch can be read or generated, and ConfigurationError if the batch lacks a declared path.
-    If `for_search`, also raises ConfigurationError for a function, and if neither `dry_run_input` nor the dataset
-    provides a batch: a search for a schedule requires the sizes of a training batch.
+    If `for_search`, also raises ConfigurationError if `dry_run_input` is a function, or if neither `dry_run_input` nor
+    the dataset provides a batch: a search for a schedule requires the sizes of a training batch.
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input
@@ -64,8 +64,8 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
     attributes of the dataset, do not change.
 
     Returns None for a loader that lacks a dataset or a collate_fn, for an empty dataset, and for a stream that cannot
-    be copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens, and for a
-    dataset that raises an error at the keys 0, 1, 2, ...
+    be copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens, or if the
+    dataset raises an error for the keys 0, 1, 2, ...
     """
     dataset: Any = getattr(dataloader, "dataset", None)
     collate_fn = getattr(dataloader, "collate_fn", None)
@@ -115,7 +115,7 @@ def _explained(dataset: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
-    """Context manager that restores the generators of the process, the dataset and the collator on exit, and the
+    """Context manager for reading samples. On exit, it restores the generators of the process, and the generators,
     attributes and collections of the dataset and the collator. It discards objects that the dataset or the collator
     creates on first use: a generator (in transformers' collators with a seed), or an open file, which a worker must not
     inherit. Large collections are not copied. If the length of a large collection has changed on exit, neither

@@ -1,6 +1,6 @@
 """Order: the objects that determine the order of the data, their random generators, and the state that they keep.
 
-A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each sampler may use its own
+A sampler may hold other samplers, at any depth (a BatchSampler holds a RandomSampler). Each sampler may use its own
 generator or the process's generators. If one generator is not seeded, ranks with different seeds read different
 batches, and a resumed epoch has a different order than the interrupted epoch.
 """
@@ -81,7 +81,8 @@ class Order:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context manager that restores states and generators on exit, since some samplers iterate to count batches."""
+        """Context manager for computing a length. It restores states and generators on exit, since some samplers
+        iterate to count batches."""
         if all(type(member).__module__.startswith("torch.") for member in self.members.values()):
             yield
             return
@@ -120,8 +121,8 @@ class Order:
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` or `packed` returned. Raises CheckpointError for the state of a different
-        sampler."""
+        """Restore a state that `state` or `packed` returned. Raises CheckpointError if the state contains a sampler or
+        stream that this order does not have."""
         members = self.members
         for key in state:
             if key not in members:
@@ -174,7 +175,7 @@ CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 def _may_order(value: Any) -> bool:
-    """Whether this may be a sampler, a stream, or an object with the state of a sampler or a stream."""
+    """Whether `value` may be a sampler, a stream, or an object with the state of a sampler or a stream."""
     if isinstance(value, type):
         return False
     if isinstance(value, (Sampler, IterableDataset, SimpleNamespace, *CONTAINERS)) or is_dataclass(value):
@@ -249,9 +250,9 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def saved(value: Any) -> Any:
-    """Copy a plain value. The copy contains only types that JSON restores, tensors and bytes: values of other types
-    are converted and marked. Raises CheckpointError for an object whose class derives from str, int or float, since
-    JSON would lose the class."""
+    """Copy a plain value. The copy contains only tensors, bytes and types that JSON restores: values of other types are
+    converted and marked. Raises CheckpointError for an object whose class derives from str, int or float, since JSON
+    would lose the class."""
     if isinstance(value, defaultdict):
         return _marked("defaultdict", saved(dict(value)), getattr(value.default_factory, "__name__", None))
     if isinstance(value, Mapping) and type(value) is not dict:
@@ -284,9 +285,9 @@ def _marked(kind: str, *arguments: Any) -> dict[str, Any]:
 
 
 def packed(state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Convert a result of `Order.state` for a checkpoint: the attributes of each member become one tensor of JSON, and
-    the tensors that they contain are stored beside it. Unpickling a list would take a step for each value, and
-    `load_plain` limits the number of steps."""
+    """Convert a result of `Order.state` for a checkpoint: the attributes of each member become JSON text in one tensor,
+    and the tensors that the attributes contain are stored beside this tensor. Unpickling a list would take a step for
+    each value, and `load_plain` limits the number of steps."""
     return {
         key: {part: _packed(values) if part == "attributes" else values for part, values in entry.items()}
         for key, entry in state.items()
@@ -305,8 +306,9 @@ def _packed(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unpacked(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The attributes that `_packed` converted, or attributes that are not packed, as in states of version 0.2.0. Reads
-    the JSON tensor's storage, whose size is the size in the file: a file may declare any shape for a few bytes."""
+    """Restore attributes that `_packed` converted. Attributes that are not packed, as in states of version 0.2.0, are
+    returned unchanged. Reads the JSON tensor's storage, which has the size that the file contains, since a file may
+    declare any shape for a few bytes."""
     if KIND not in attributes:
         return attributes
     text, *others = attributes["arguments"]
@@ -337,7 +339,7 @@ def _give_back(member: Any, name: str, value: Any) -> None:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether two values, which may be nested and contain tensors and arrays, are equal."""
+    """Whether two values are equal. The values may be nested, and may contain tensors and arrays."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
