@@ -34,7 +34,8 @@ class LoaderPlace:
 
     @property
     def is_left(self) -> bool:
-        """Whether an older iterator, whose batches are not counted, has been read since the newest was created."""
+        """Whether an older iterator, whose batches are not counted, has been read since the newest iterator was
+        created."""
         return self.behind == self.iterators > self.outdated
 
     @property

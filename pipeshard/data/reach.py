@@ -20,8 +20,8 @@ LARGEST_SEED = 1 << 64  # larger seeds are random: without a seed, numpy uses 12
 
 
 def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
-    """The roots, and every object and generator that is reachable from them, nearest first, except objects that `skip`
-    selects.
+    """Yield the roots, and every object and generator that is reachable from the roots, nearest first. Objects that
+    `skip` selects are neither yielded nor searched.
 
     Does not search the attributes of library objects other than samplers, datasets, modules and collators.
     """
@@ -62,7 +62,8 @@ def _held_by(value: Any) -> Iterator[Any]:
 
 
 def _first_entries(entries: Collection[Any]) -> list[Any]:
-    """The first entries of a collection, or nothing if it starts with a number or string, as lists of indices do."""
+    """The first entries of a collection, or an empty list if the collection starts with a number or string, as lists of
+    indices do."""
     first = next(iter(entries), None)
     if isinstance(first, SCALARS) and first is not None:
         return []
@@ -93,8 +94,8 @@ def is_entered(value: Any) -> bool:
 
 
 def is_of_datasets(value: Any) -> bool:
-    """Whether this object is from Hugging Face's `datasets`. The generators in such objects are not seeded here, since
-    each epoch uses copies of them."""
+    """Whether this object is from Hugging Face's `datasets`. pipeshard does not seed the generators in such objects,
+    since each epoch uses copies of these generators."""
     return type(value).__module__.partition(".")[0] == "datasets"
 
 
@@ -121,8 +122,8 @@ def _entropy(generator: np.random.Generator) -> int:
 
 
 def generators_of(*roots: Any) -> list[Any]:
-    """The random generators reachable from the roots, in an order that is the same on every rank. Generators that
-    transformers' collators with a seed would create in their first call are created now."""
+    """The random generators reachable from the roots, in an order that is the same on every rank. This function creates
+    the generators that transformers' collators with a seed would otherwise create in their first call."""
     found = []
     for value in reachable(*roots):
         if hasattr(value, "create_rng") and value.seed is not None and value.generator is None:
@@ -134,7 +135,7 @@ def generators_of(*roots: Any) -> list[Any]:
 
 @contextmanager
 def generators_kept(generators: Iterable[Any]) -> Iterator[None]:
-    """Context manager that restores the states of these generators on exit."""
+    """Context manager that restores the states of `generators` on exit."""
     generators = list(generators)
     states = states_of(generators)
     try:
