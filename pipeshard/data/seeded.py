@@ -17,7 +17,7 @@ from pipeshard.graph.rng import seed_generator, seed_process
 
 @dataclass(frozen=True)
 class Keyed:
-    """A sampler's entry, and the key that seeds the random numbers that a worker uses to load the entry."""
+    """A sampler's entry and a key. A worker seeds its random generators with the key before it loads the entry."""
 
     entry: Any
     key: tuple[int, ...]
@@ -51,8 +51,8 @@ class Delegate:
 
 
 class SeededSamples(Delegate, Dataset[Any]):
-    """A dataset that seeds the random numbers of its samples and of the collator with the key of each entry, so that
-    these numbers are the same in any process."""
+    """A dataset that seeds the random generators with the key of each entry before it loads the entry. The random
+    numbers of the samples and the collator are therefore the same in any process."""
 
     def __init__(self, samples: Any, collate_fn: Any) -> None:
         self.__dict__.update(of=samples, collate_fn=collate_fn, generators=None, is_complete=False)
@@ -108,7 +108,7 @@ class SeededCollate:
 
 def share_generators(loader: Any, *groups: dist.ProcessGroup) -> None:
     """Copy the states of the random generators in the loader's dataset and collator from the first rank of each group
-    to its other ranks, one group after the other. `set_seed` does not seed these generators."""
+    to the group's other ranks, one group after the other. `set_seed` does not seed these generators."""
     roots = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     held = reachable(*roots, skip=lambda value: isinstance(value, nn.Module))  # a collator may contain the model
     generators = [value for value in held if is_generator(value)]

@@ -61,9 +61,9 @@ class Share:
         return steps * self.size + last
 
     def _keeps(self, remainder: int) -> bool:
-        """Whether replicas read an incomplete last step of `remainder` entries. With `drop_last`, they never do.
-        Otherwise, they do if there is an entry for each replica. If there are fewer entries, this function warns
-        once."""
+        """Whether replicas read an incomplete last step of `remainder` entries. With `drop_last`, replicas never read
+        it. Otherwise, replicas read it if it has an entry for each replica. If it has fewer entries, this function
+        warns once."""
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(
@@ -155,8 +155,8 @@ class SharedSampler(Sampler[Any]):
 
 
 class SharedCollate:
-    """A collator for a stream's samples. Its random numbers depend on the replica, unlike the stream's, and do not
-    advance the stream's generators. The stream therefore has the same order with any number of replicas."""
+    """A collator for a stream's samples. The collator's random numbers depend on the replica, unlike the stream's. They
+    do not advance the stream's generators, so the stream has the same order with any number of replicas."""
 
     def __init__(self, collate_fn: Any, replica: int) -> None:
         self.collate_fn, self.replica = collate_fn, replica
