@@ -42,8 +42,8 @@ class Failed(NamedTuple):
 
 
 class Batches(Iterator[Any]):
-    """An iterator over one epoch's batches that counts the batches in `place`. The iterator holds no reference to the
-    loader (see LoaderPlace)."""
+    """An iterator over the batches of one epoch. It updates the number of batches in `place`. The iterator holds no
+    reference to the loader (see LoaderPlace)."""
 
     def __init__(
         self,
@@ -114,12 +114,13 @@ class ResumableDataLoader(DataLoader[Any]):
 
     With `num_replicas` n, the replicas together read `batch_size` x n consecutive samples of that order per step, and
     this loader loads block `replica` of the n blocks. If concatenated, the replicas' batches equal the batches of one
-    process with n times the batch size. If fewer samples are left for the last step, they are divided evenly, and the
-    first replicas read one more sample if necessary. If fewer samples than replicas are left, these samples are omitted
-    with a warning. With `drop_last`, an incomplete last step is always omitted. Every replica therefore has the same
-    number of batches. Your own `sampler` defines the order for all replicas. From a `batch_sampler`, or with
-    batch_size=None, each replica loads every n-th batch. Every replica reads all of a stream (an IterableDataset) and
-    keeps its own share. With workers, each worker reads all of its copy of the stream, and keeps the replica's share.
+    process with n times the batch size. If fewer than `batch_size` x n samples are left for the last step, these
+    samples are divided evenly among the replicas, and the first replicas read one more sample if necessary. If fewer
+    samples than replicas are left, these samples are omitted with a warning. With `drop_last`, an incomplete last step
+    is always omitted. Every replica therefore has the same number of batches. Your own `sampler` defines the order for
+    all replicas. From a `batch_sampler`, or with batch_size=None, each replica loads every n-th batch. Every replica
+    reads all of a stream (an IterableDataset) and keeps its own share. With workers, each worker reads all of its copy
+    of the stream, and keeps the replica's share.
 
     `epoch` counts from 0. `batches` is the number of batches that the training loop has taken in this epoch (workers
     may have loaded more), and `remaining` is the number of batches that the loop can still take. After
@@ -132,21 +133,25 @@ class ResumableDataLoader(DataLoader[Any]):
     from one epoch to the next is saved with the position: the sampler's `state_dict()` or, if the sampler has no such
     method, its changed attributes with plain values. The random numbers of the dataset and the collator depend only on
     seed, epoch, batch and replica, with any number of workers. The random numbers of a stream depend on seed, epoch,
-    worker and the position in the stream. Loading a batch does not change the state of the process's generators.
-    `dataloader.sampler` (`batch_sampler`, if you passed one) has `set_epoch` and `set_start_index`, except for a
-    stream.
+    worker and the position in the stream. Loading a batch does not change the state of the process's generators. Unless
+    the dataset is a stream, `dataloader.sampler` (or `batch_sampler`, if you passed one) has the methods `set_epoch`
+    and `set_start_index`.
 
     Args:
         batch_size: the number of samples in one replica's batch.
-        seed: together with the epoch, determines the order of the samples and the workers' seeds.
+        seed: an integer that, together with the epoch, determines the order of the samples and the workers' seeds.
         replica: the index of this loader's share of the data.
         num_replicas: the number of shares.
         options: DataLoader's other arguments. If a `generator` is given, its initial seed replaces `seed`. Without a
             `collate_fn`, samples with lists of numbers are collated by transformers' default_data_collator.
 
-    Raises ConfigurationError for a sampler together with shuffle, for a sampler or a stream that already selects
-    one of several shares, on several ranks for a DataPipe with a `sharding_filter()`, for a stream of `datasets` that
-    was shuffled or interleaved without a seed, for `in_order=False`, and for an invalid `seed` or `replica`.
+    Raises ConfigurationError for:
+    - a sampler together with shuffle=True;
+    - a sampler or a stream that already selects one of several shares;
+    - a DataPipe with a `sharding_filter()`, on several ranks;
+    - a stream of `datasets` that was shuffled or interleaved without a seed;
+    - `in_order=False`;
+    - an invalid `seed` or `replica`.
     """
 
     def __init__(
@@ -329,8 +334,9 @@ class ResumableDataLoader(DataLoader[Any]):
         return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iterator at a saved position. The number of replicas may differ if all replicas together read
-        the same number of samples per step. Iterators created earlier raise UsageError when they are read.
+        """Start the next iterator at a saved position. The number of replicas may have changed since the save, as long
+        as all replicas together read the same number of samples per step. Iterators created earlier raise UsageError
+        when they are read.
 
         Raises CheckpointError if the data, the sampler, the number of samples per step, or a stream's number of workers
         has changed.
@@ -395,8 +401,8 @@ class After(Iterator[Any]):
 
     def _skip(self) -> Any:
         """Skip the first `count` batches, and return the last batch that was skipped. A batch that raises an error is
-        also skipped, unless the stream ends there: the batch may have failed before the position was saved. Raises
-        CheckpointError if the stream has fewer batches."""
+        also skipped, unless the stream ends after this batch: the batch may have failed before the position was saved.
+        Raises CheckpointError if the stream has fewer batches."""
         batch = None
         while self.skipped < self.count:
             last, batch = batch, self._read()
