@@ -274,7 +274,7 @@ class PipelineConfig:
         return self.precision != "fp32" and not self.autocast
 
     def offloads(self, what: str) -> bool:
-        """Whether `offload` includes `what`, "activations" or "optimizer"."""
+        """Whether `offload` includes `what`, which is "activations" or "optimizer"."""
         return is_offloaded(self.offload, what)
 
     @property

@@ -148,8 +148,9 @@ def _restore(held: Any, before: Any) -> None:
 def _first_of_stream(dataset: Any, count: int) -> list[Any]:
     """The first samples of a copy of a stream, so that the stream itself does not advance.
 
-    Returns an empty list if the stream cannot be copied (it holds a generator, a socket or an open file) or cannot be
-    read in this process. The caller then uses dummy inputs or raises an error that requests a batch.
+    Returns an empty list if the stream cannot be copied (for example, because it holds a generator, a socket or an open
+    file), or cannot be read in this process. The caller then uses dummy inputs or raises an error that requests a
+    batch.
     """
     try:
         copied = copy.deepcopy(dataset, {id(value): value for value in _constants(dataset)})
