@@ -79,8 +79,8 @@ class Share:
 
 
 class SharedSampler(Sampler[Any]):
-    """One replica's share of a sampler, without the sampler's first `skip` entries, and with methods to set the epoch
-    and the position. The sampler runs with generators that depend only on seed and epoch."""
+    """One replica's share of a sampler, without the sampler's first `skip` entries. Its methods set the epoch and the
+    position. The sampler runs with generators that depend only on seed and epoch."""
 
     def __init__(self, order: Order, share: Share, place: LoaderPlace) -> None:
         self.sampler, self.order, self.share, self.place, self.skip = order.root, order, share, place, 0

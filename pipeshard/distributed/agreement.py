@@ -29,7 +29,7 @@ SHOWN_BY_REPR = (bool, int, float, str, type(None), Program)  # types whose repr
 def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
     """Raise ConfigurationError, on every rank, if the lines of an item differ between the ranks of `group`.
 
-    Ranks send digests. They send the lines only if the digests differ. The error shows the first line that differs.
+    Ranks send digests, and send the lines only if the digests differ. The error shows the first line that differs.
     """
     digests = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
     ranks = gather_objects(digests, group)
@@ -73,11 +73,12 @@ def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """If the values differ between ranks, copy the first rank's parameters, buffers, and tensors in module attributes
-    to every rank. Call it on every rank. DistributedDataParallel does the same with parameters and buffers.
+    """Copy the first rank's parameters, buffers, and tensors in module attributes to every rank, if any of these
+    tensors differs between ranks. Call it on every rank. DistributedDataParallel also copies the first rank's
+    parameters and buffers.
 
-    Ranks compare a few elements of each tensor, which differ if the ranks used different seeds. Tensors that are on the
-    meta device on any rank are skipped, since they are initialized or loaded later.
+    Ranks compare only a few elements of each tensor, since these elements differ if the ranks used different seeds.
+    Tensors that are on the meta device on any rank are skipped, since they are initialized or loaded later.
     """
     tensors = _tensors(model)
     ranks = gather_objects({name: _digest(tensor) for name, tensor in tensors.items()}, group)
