@@ -63,8 +63,9 @@ _on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that can send CPU tensors, so that sending metadata neither uses nor waits for a
-    GPU. This is `group` itself or, if `group` has no CPU backend, a gloo group that is created on first use."""
+    """Return a group that has the ranks of `group` and can send CPU tensors, so that sending metadata neither uses nor
+    waits for a GPU. This is `group` itself or, if `group` has no CPU backend, a gloo group that is created on first
+    use."""
     if carrier(CPU, group):
         return group
     if group not in _on_cpu:
@@ -92,7 +93,7 @@ def is_own(rank: int, group: dist.ProcessGroup) -> bool:
 
 
 def first_seed(group: dist.ProcessGroup) -> int:
-    """The torch.initial_seed() of the group's first rank (modulo 2**63), on every rank."""
+    """Return, on every rank, the torch.initial_seed() of the group's first rank, modulo 2**63."""
     return int(gather(torch.tensor([torch.initial_seed() % 2**63]), group)[0])
 
 
@@ -121,8 +122,8 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def gather_lists(values: Sequence[T], group: dist.ProcessGroup) -> list[T]:
-    """Gather the values of all ranks of `group` in one list, in the group's order. Raises MessageError as
-    `gather_objects` does."""
+    """Gather the lists of all ranks of `group`, and join them into one list, in the group's order. Raises MessageError
+    as `gather_objects` does."""
     return [value for of_rank in gather_objects(list(values), group) for value in of_rank]
 
 

@@ -31,8 +31,8 @@ LONGEST_REPORT = 16 * 2**20  # bytes; a larger report is an error
 
 
 def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None, run: str) -> None:
-    """Write this rank's report. `run` is a string that differs between runs. If writing fails, logs a warning instead
-    of raising an error."""
+    """Write this rank's report. `run` is a string that identifies the run. If writing fails, logs a warning instead of
+    raising an error."""
     if not (folder := os.environ.get(VARIABLE, "crash")):
         return
     try:
@@ -71,8 +71,8 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None, run:
 
 
 def page(folder: Path) -> Iterator[str]:
-    """Yield the lines of a summary of the last run's reports in a folder: the cause, and then each rank's error and
-    last actions, in the order in which the ranks wrote their reports.
+    """Summarize the last run's reports in a folder, and yield the summary's lines: the cause, and then each rank's
+    error and last actions, in the order in which the ranks wrote their reports.
 
     Raises CheckpointError if the folder contains no report, or a report that cannot be read.
     """
