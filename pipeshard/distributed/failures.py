@@ -28,8 +28,9 @@ THROUGH = "at the end of its program"  # the message of a rank that ended withou
 @dataclass(frozen=True)
 class Fault:
     """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). `kind` is the kind of failure: the rank
-    raised an error (with the text `message`, in `where`, possibly in the code of `module`), its process died, stalled
-    or ended, or its agent died. `told_by` is the rank that reports the failure."""
+    raised an error, its process died, stalled or ended, or its agent died. If the rank raised an error, `message` is
+    the error's text, `where` is the rank's activity, and `module` is the module whose code raised the error, if any.
+    `told_by` is the rank that reports the failure."""
 
     kind: str
     rank: int
@@ -82,8 +83,8 @@ class Alarm:
         self.rank, self.size, self.gone, self.asked = rank, size, False, False
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Run `question()` in a separate thread, since the call hangs if the store does not respond, and return the
-        result. Raises DistStoreError when `gone` is set."""
+        """Run `question()` in a separate thread, and return the result. The call hangs if the store does not respond.
+        Raises DistStoreError when `gone` is set."""
         answer = _answer_later(question)
         self.asked = True
         try:
@@ -115,8 +116,8 @@ class Alarm:
             time.sleep(0.02)
 
     def leave(self, without: Collection[int]) -> None:
-        """Sign off when this process exits. If this rank hosts the store, it then waits at most LINGER seconds for all
-        ranks except the ranks in `without` to sign off."""
+        """Sign off when this process exits. If this rank hosts the store, this rank then waits at most LINGER seconds
+        for all ranks except the ranks in `without` to sign off."""
 
         def leave() -> None:
             self._refuse_gone()
@@ -250,10 +251,10 @@ TAG = 7919  # the tag of a message that no rank sends
 def abort_groups() -> None:
     """Abort all process groups, so that every pending wait in these groups ends immediately, in any thread.
 
-    Gloo collectives cannot be aborted directly. But cancelling a receive closes the connections of its group, and so
-    aborts all operations in flight in this group, unless the receive's own connection was already broken. Without an
-    abort, a process with unreceived messages could not even exit, since on exit it joins the threads that send these
-    messages.
+    Gloo collectives cannot be aborted directly. However, cancelling a receive closes all connections of the receive's
+    group, unless the receive's own connection was already broken. Closing the connections aborts all operations in
+    flight in this group. Without an abort, a process with unreceived messages could not even exit, since on exit it
+    joins the threads that send these messages.
     """
     backends = _backends()
     _abort([backend for _, backend in backends if backend.name() != "gloo"])
@@ -316,7 +317,8 @@ LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)
 
 
 def text_of(error: BaseException) -> str:
-    """The type and text of an error, for other ranks: at most TEXT characters, even if its `__str__` raises."""
+    """The type and text of an error, for other ranks. The text is cut after TEXT characters, and replaced if the
+    error's `__str__` raises."""
     try:
         text = str(error)
     except Exception as why:  # `__str__` of a user's exception class

@@ -185,7 +185,7 @@ class LocalWorld:
         self._running.give_back(ready, waits_for)
 
     def pause(self) -> None:
-        """Let the world's thread call `note`, if it is set. Called by the running rank."""
+        """Let the world's thread call `note`, if `note` is set. Called by the running rank."""
         assert self._running is not None
         if self.note is not None:
             self._running.give_back()
