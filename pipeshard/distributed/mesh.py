@@ -71,7 +71,7 @@ class ProcessGroupMesh:
                 self._groups[ranks, None] = self._device_mesh.get_group(axis) if self.rank in ranks else None
 
     def along(self, *axes: int) -> DeviceMesh:
-        """The sub-mesh with these axes, in ascending order, that contains this rank."""
+        """The sub-mesh that contains this rank and has these axes, in ascending order."""
         return self._device_mesh[tuple(axis_name(axis) for axis in sorted(_axis(axis, self.shape) for axis in axes))]
 
     def size(self, dim: int | None = None) -> int | Coordinate:
@@ -132,15 +132,16 @@ class ProcessGroupMesh:
     def create_group_along_axis(
         self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Return, and create if necessary, the group of the ranks that differ from this rank only on `axis`.
+        """Return the group of the ranks that differ from this rank only on `axis`, and create the group if necessary.
 
         A collective: call it on every rank of the world, with the same `backend`. Axes and indices may differ between
         ranks.
 
         Args:
             axis: one axis, or several axes (the group then spans all combinations of their indices).
-            indices_at_axis: a list of indices for one axis, or one list per axis for several; None means all indices.
-            backend: the group's backend; None means the world's.
+            indices_at_axis: a list of indices for one axis, or one list per axis for several axes; None means all
+                indices.
+            backend: the group's backend; None means the world's backend.
 
         Returns:
             The group, or None if this rank's own index is not among `indices_at_axis`.
@@ -176,12 +177,12 @@ class ProcessGroupMesh:
         return self.create_group_along_axis(axis, indices_at_axis, backend)
 
     def get_ranks_in_group(self, group: dist.ProcessGroup | None) -> list[int]:
-        """The global ranks of a group that this mesh returned, ascending; an empty list for None."""
+        """The global ranks of a group that this mesh returned, in ascending order, or an empty list for None."""
         return [] if group is None else ranks_of(group)
 
     def warm_up(self, device: torch.device) -> None:
-        """Run an all-reduce in every group of the world's backend, in the same order on all ranks. If connections were
-        created during a step instead, hosts would wait for each other, and GPUs would wait for all work in their
+        """Run an all-reduce in every group that has the world's backend, in the same order on all ranks. If connections
+        were created during a step instead, hosts would wait for each other, and GPUs would wait for all work in their
         queues."""
         for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if group is not None and backend is None and group.size() > 1:
@@ -202,7 +203,8 @@ class ProcessGroupMesh:
         return not self._groups
 
     def _ranks_along(self, axis: MeshAxes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
-        """For each rank of the world, the ranks (ascending) of the group that these arguments select for this rank."""
+        """For each rank of the world, the ranks of the group that these arguments select for this rank, in ascending
+        order."""
         if indices_at_axis is None:
             axis = [axis] if isinstance(axis, int) else axis
             indices_at_axis = [range(self.shape[_axis(ax, self.shape)]) for ax in axis]
@@ -290,7 +292,7 @@ class Grid:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank belongs to the first replica and the first slice. Such ranks write on behalf of all
+        """Whether this rank belongs to the first replica and the first slice. These ranks write files on behalf of all
         ranks."""
         return self.replica == self.slice == 0
 
@@ -341,7 +343,7 @@ _grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # by world an
 
 
 def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
-    """Return the Grid of these sizes, which all models of this world with these sizes share. Call it on all ranks.
+    """Return the Grid of these sizes. All models of this world with these sizes share one Grid. Call it on all ranks.
 
     torch keeps a process group, with its threads and NCCL's allocations, until the world is destroyed. Without shared
     grids, a sweep that boosts one model after another would create more groups with each model. Models do not run at
@@ -407,8 +409,9 @@ def own_device() -> torch.device:
 
 
 def own_index(bound: torch.device | None, current: int, local: int) -> int:
-    """The index of this process's GPU. This is the GPU to which the process group is bound, otherwise the current GPU
-    if the user selected one (its index is not 0), otherwise the GPU whose index is this process's local rank."""
+    """The index of this process's GPU. This is the first of the following that exists: the GPU to which the process
+    group is bound, the current GPU if the user selected one (its index is not 0), and the GPU whose index is this
+    process's local rank."""
     if bound is not None and bound.type == "cuda" and bound.index is not None:
         return bound.index
     return current or local
