@@ -81,8 +81,8 @@ class P2P(ABC):
 
 class EdgeP2P(P2P):
     """A P2P with a separate group of two ranks for each edge. If both directions shared a group, a message that is
-    posted early could queue behind a message in the other direction that depends on the early message, or be mistaken
-    for the other message."""
+    posted early could be mistaken for a message in the other direction. The early message could also queue behind a
+    message that depends on it."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
@@ -181,9 +181,9 @@ def with_messages(program: Program, p2p: P2P | None) -> Program:
 
 
 def options_of_kernels() -> dict[str, Any]:
-    """The `new_group` options of a group that is only for messages. NCCL's own timer would start when the host posts a
-    message, and abort the process without an explanation. This timer is therefore set to a day, and the watchdog
-    detects stalls instead. The streams have high priority, so that a message does not wait behind the next layer's
-    kernels."""
+    """The `new_group` options of a group that is used only for messages. NCCL's own timer would start when the host
+    posts a message, and abort the process without an explanation. This timer is therefore set to a day, and the
+    watchdog detects stalls instead. The streams have high priority, so that a message does not wait behind the next
+    layer's kernels."""
     day = timedelta(days=1)
     return {"backend": "nccl", "timeout": day, "pg_options": nccl_options(day)}

@@ -1,8 +1,8 @@
 """Peers: the processes of the other ranks on this host, and their states as the kernel reports them.
 
 The connections of a killed rank stay open as long as one of its forked children runs. The connections of a stopped
-(suspended) rank always stay open. Neither a killed nor a stopped rank can report its own state. But the ranks of one
-host can query each other's processes, and so detect both states without a connection or a timeout.
+(suspended) rank always stay open. Neither a killed nor a stopped rank can report its own state. However, ranks on the
+same host can query each other's processes, and can thus detect both states without a connection or a timeout.
 """
 
 import ctypes
