@@ -58,14 +58,14 @@ class Watch:
     thread aborts the process groups, and the wait raises an error. Errors raised in `call` are reported to the other
     ranks.
 
-    An error that all ranks raise in the same call (such as for a batch that no rank can use) aborts no groups: each
-    rank has left the call before the watch would interrupt the rank, and the next call has another number. After any
+    If all ranks raise an error in the same call (such as for a batch that no rank can use), no groups are aborted: each
+    rank leaves the call before the watch would interrupt the rank, and the next call has another number. After any
     other failure, the groups are aborted, and every later call raises RankError.
 
     Args:
         timeout: seconds after which an action of a step, or a wait, is considered stalled, or None for no limit.
-            "adaptive" means 20 times the longest action so far, but at least 30 seconds (600 seconds until
-            `optimizer.step()` has completed once). A mapping has separate limits for actions of a "step", for "other"
+            "adaptive" means 20 times the longest action so far. Its minimum is 30 seconds, or 600 seconds until
+            `optimizer.step()` has completed once. A mapping has separate limits for actions of a "step", for "other"
             calls (a save, a load, a boost), and for waits of the user's own code "between" calls.
         named: returns the name of a rank in errors, such as `rank 2 (stage 2)`.
         well: the number of the last call that succeeded before the watch started, or -1 if there is none.
@@ -229,8 +229,8 @@ class Watch:
         return dist.group.WORLD in (self.world, None)
 
     def why(self) -> str:
-        """The reason why another rank ended, or "" if the reason is unknown. Used if this process ends because of the
-        other rank."""
+        """The reason why another rank ended, or "" if the reason is unknown. The reason is shown if this process ends
+        because of the other rank."""
         fault = self.fault or (self._heard[0] if self._heard else None)
         if fault is not None and fault.is_asked:
             with contextlib.suppress(RuntimeError):
@@ -242,7 +242,7 @@ class Watch:
     # Called in all threads.
 
     def _killed(self, otherwise: Fault, lost: bool) -> Fault:
-        """The fault of a killed rank of this host if a connection was lost and such a rank exists, otherwise
+        """The fault of a killed rank of this host, if a connection was lost and such a rank exists. If not, returns
         `otherwise`."""
         rank = self._peers.killed() if lost else -1
         return otherwise if rank < 0 else self._gone(rank, KILLED)
@@ -342,8 +342,8 @@ class Watch:
             self._heard = fault, number, time.monotonic()
 
     def _press(self) -> None:
-        """If another rank has failed in the current call, abort this rank's waits, then interrupt its training thread,
-        then kill the process."""
+        """If another rank has failed in the current call, abort this rank's waits. If the call still does not end,
+        interrupt the training thread, and then kill the process."""
         heard = self._heard
         if heard is None or not self.interrupts:
             return

@@ -94,8 +94,8 @@ def constructing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[bool]:
-    """Context manager for a collective call of the user's program. Yields whether the call counts. A call inside
-    another call, on a rank of a local world, or before this world's first plugin does not count.
+    """Context manager for a collective call of the user's program. Yields whether the call counts. A call does not
+    count inside another call, on a rank of a local world, or before this world's first plugin.
 
     With a watch, raises RankError instead of an error that another rank's failure caused.
     """
