@@ -185,8 +185,8 @@ def fuse_head(model: Any) -> None:
 @contextmanager
 def folding_once() -> Iterator[None]:
     """Context manager in which TRL's chunked loss runs its operators only for the first tile of each shape, to save
-    time. A plan does not need the values, and all other tiles take the same memory. With 64k tokens and a vocabulary of
-    128k entries, there are 64 tiles of 134 million elements."""
+    time. A plan does not need the values, and all tiles of one shape take the same amount of memory. With 64k tokens
+    and a vocabulary of 128k entries, there are 64 tiles of 134 million elements."""
     kernels = sys.modules.get(TILES)  # imported by trl.trainer.utils in versions that have this module
     if not hasattr(kernels, FOLD):
         yield

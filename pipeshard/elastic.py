@@ -91,10 +91,12 @@ class PreemptibleJob:
         models of a GAN, or a model and the average of its weights), optimizers or LR schedulers as a list. Returns the
         number of completed steps, which is 0 for a new job.
 
-        Raises CheckpointError, on every rank, if the state does not match these objects, if all saved steps in the
-        directory are incomplete (an interrupted save does not count as a step), if only some of the optimizers that
-        were boosted with the models are given, if an optimizer belongs to another model, or if an object cannot be
-        saved.
+        Raises CheckpointError, on every rank, if:
+        - the state does not match these objects;
+        - all saved steps in the directory are incomplete (an interrupted save does not count as a step);
+        - only some of the optimizers that were boosted with the models are given;
+        - an optimizer belongs to another model;
+        - an object cannot be saved.
         """
         check_complete(model, optimizer)
         check_loader(model, dataloader)
@@ -110,10 +112,10 @@ class PreemptibleJob:
         """Save the state if a save is due or requested, and exit if requested. Call it on every rank after each
         `optimizer.zero_grad()`.
 
-        If any rank has received SIGTERM, saves and raises SystemExit with status 143 on every rank. `pipeshard launch`
-        then continues with the remaining ranks. Raises UsageError if another job was created after this job, since only
-        one job receives signals. Also raises the errors of `save`. The first call raises CheckpointError if the state
-        cannot be saved.
+        If any rank has received SIGTERM, every rank saves the state, and raises SystemExit with status 143. `pipeshard
+        launch` then continues with the remaining ranks. Raises UsageError if another job was created after this job,
+        since only one job receives signals. Also raises the errors of `save`. The first call raises CheckpointError if
+        the state cannot be saved.
         """
         if self._step_done() == LEAVE:
             dist.destroy_process_group()
@@ -192,9 +194,9 @@ class ElasticJob(PreemptibleJob):
 
     Args:
         directory: the folder of the training states, visible to all ranks.
-        pp_size: the largest number of stages, or a function, called on rank 0, that returns a Layout for a number of
-            ranks, such as `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`.
-        global_batch: the number of samples per step of all replicas together, for any number of ranks.
+        pp_size: the largest number of stages, or a function that returns a Layout for a number of ranks, such as
+            `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`. The function is called only on rank 0.
+        global_batch: the number of samples that all replicas together read per step, for any number of ranks.
         microbatch_size: the number of samples per microbatch.
         every: the number of steps between saves.
         keep: the number of saved steps to keep.
@@ -229,7 +231,7 @@ class ElasticJob(PreemptibleJob):
 class Deaf:
     """A DataLoader `worker_init_fn` that makes the workers ignore SIGTERM, which an agent also sends to the workers.
 
-    `resume` installs this function in the dataloader: if a worker exited, the step would fail, and with it the save.
+    `resume` installs this function in the dataloader: if a worker exited, the step would fail, and so would the save.
     """
 
     then: Callable[[int], None] | None = None
