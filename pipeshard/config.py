@@ -42,7 +42,7 @@ OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between 
 
 @dataclass(frozen=True)
 class PipelineHints:
-    """The attribute `pipeline_hints` of a model: values for arguments of the plugin that the user did not set.
+    """The attribute `pipeline_hints` of a model: values for the plugin's arguments that the user did not set.
 
     `num_stages` is the number of stages that the model requires, or None. If `recompute` is True, every unit is
     recomputed or, if `checkpointable` is set, every unit whose class name is in `checkpointable`.
@@ -72,8 +72,8 @@ class PipelineConfig:
         num_microbatches: the number of microbatches into which each batch is split along its samples.
         microbatch_size: alternatively, the number of samples per microbatch.
         microbatch_tokens: alternatively, the maximum number of tokens per microbatch, including padding. Samples of
-            similar length are grouped, and each microbatch is padded only to its own longest sample. All three
-            arguments may be omitted with pp_size=1, and for a PipelineTrainer.
+            similar length are grouped, and each microbatch is padded only to the length of its longest sample. All
+            three arguments may be omitted with pp_size=1, and for a PipelineTrainer.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With "zb-h1", "zbv", "v-half" and
             "v-min", stages compute the weight gradients of linear and embedding layers separately, when they would
             otherwise wait. Alternatively, pass a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns
@@ -87,8 +87,8 @@ class PipelineConfig:
             time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and
             schedule="1f1b", "gpipe" or "zb-h1".
         num_model_chunks: v, the number of model chunks per rank: 2 (the default) or more for "interleaved", always 2
-            for the V schedules ("zbv", "v-half", "v-min"), and 1 for all other schedule names. A Program or "auto"
-            determines v itself.
+            for the V schedules ("zbv", "v-half", "v-min"), and 1 for all other schedule names. With a Program or
+            "auto", the schedule determines v.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: how to choose the cuts:
             - "auto": by cost;
@@ -114,9 +114,9 @@ class PipelineConfig:
             parameter.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`. 0 disables
             clipping.
-        loss_reduction: "token" gives the loss of the whole batch, the mean over its valid labels. "batch" computes this
-            mean for each replica's batch separately, and averages the replicas' losses, as DistributedDataParallel
-            does. "microbatch" is the unweighted mean of the microbatches' losses.
+        loss_reduction: "token" gives the loss of the whole batch, that is, the mean over the batch's valid labels.
+            "batch" computes this mean for each replica's batch separately, and averages the replicas' losses, as
+            DistributedDataParallel does. "microbatch" is the unweighted mean of the microbatches' losses.
         dp_size: the number of replicas. The default is the largest number that the world size allows.
         tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
             the plan of the model's policy.
@@ -147,8 +147,8 @@ class PipelineConfig:
             activations to the host until their backward. "optimizer" keeps the optimizer's states and the master
             weights on the host. Gradients are copied to the host for the optimizer's step, which runs on the CPU, and
             the updated values are copied back. "both" combines the two. On a CPU, nothing is copied.
-        activation_checkpoint_interval: as an alternative to `recompute`, k > 0 recomputes every k-th unit call of the
-            model.
+        activation_checkpoint_interval: an alternative to `recompute`: with k > 0, every k-th unit call of the model is
+            recomputed.
         timeout: the number of seconds that one action of a step, or one wait for another rank, may take, or None for no
             limit. Outside a step, the limit is three times as long. After this time, all ranks abort with a table of
             each rank's current activity. "adaptive" is 20 times the longest action so far. Its minimum is 30 seconds,

@@ -61,7 +61,7 @@ class Order:
         return value is self.dataset or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Seed all generators: torch generators with seed + epoch + index (saved positions rely on this), all other
+        """Seed all generators: torch generators with seed + epoch + index (saved positions rely on this sum), all other
         generators with a hash."""
         for number, generator in enumerate(self.generators()):
             if isinstance(generator, torch.Generator):
@@ -70,8 +70,8 @@ class Order:
                 seed_generator(generator, seed, epoch, number)
 
     def set_epoch(self, epoch: int, force: bool = False) -> None:
-        """Call `set_epoch` on every member that defines it, and on a dataset that also has an `epoch`. Unless `force`,
-        skip objects whose epoch the user has set."""
+        """Call `set_epoch` on every member that defines it, and on the dataset if it also has an attribute `epoch`.
+        Unless `force`, skip objects whose epoch the user has set."""
         for number, member in enumerate(self._counting):
             if not hasattr(member, "set_epoch"):
                 continue
@@ -100,8 +100,8 @@ class Order:
         return _epoch(self.root)
 
     def shares(self) -> list[tuple[Any, int]]:
-        """The samplers and streams that already select one of several shares, such as a DistributedSampler, each with
-        the number of shares."""
+        """The samplers and streams that already select one of several shares (such as a DistributedSampler), each with
+        its number of shares."""
         members = self.members.values()
         counts = [(one, getattr(one, "num_replicas", 1)) for one in members if isinstance(one, Sampler)]
         counts += [(one, nodes_of(one)) for one in members if is_of_datasets(one)]
