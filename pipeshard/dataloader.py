@@ -37,7 +37,8 @@ class Failed(NamedTuple):
 
     @property
     def has_read_nothing(self) -> bool:
-        """Whether the workers exceeded `timeout`, so that the next call reads the same batch."""
+        """Whether the workers exceeded `timeout`. In this case, the next call reads the batch that they did not load in
+        time."""
         return str(self.error).startswith("DataLoader timed out")
 
 
@@ -118,7 +119,7 @@ class ResumableDataLoader(DataLoader[Any]):
     samples are divided evenly among the replicas, and the first replicas read one more sample if necessary. If fewer
     samples than replicas are left, these samples are omitted with a warning. With `drop_last`, an incomplete last step
     is always omitted. Every replica therefore has the same number of batches. Your own `sampler` defines the order for
-    all replicas. From a `batch_sampler`, or with batch_size=None, each replica loads every n-th batch. Every replica
+    all replicas. With a `batch_sampler`, or with batch_size=None, each replica loads every n-th batch. Every replica
     reads all of a stream (an IterableDataset) and keeps its own share. With workers, each worker reads all of its copy
     of the stream, and keeps the replica's share.
 

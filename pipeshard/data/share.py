@@ -55,7 +55,7 @@ class Share:
             yield from together[first : first + self._block(len(together), self.replica)]
 
     def length(self, entries: int) -> int:
-        """The number of this replica's entries in an order of `entries` entries."""
+        """The number of entries that this replica reads from an order of `entries` entries."""
         steps, remainder = divmod(entries, self.step)
         last = self._block(remainder, self.replica) if remainder and self._keeps(remainder) else 0
         return steps * self.size + last
