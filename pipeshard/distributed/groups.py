@@ -51,7 +51,8 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
 
 
 class LocalGroup(dist.ProcessGroup):
-    """A process group whose ranks all run in this process; `ranks` are their numbers in the local world."""
+    """A process group whose ranks all run in this process. `ranks` are the numbers of these ranks in the local
+    world."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # torch's stub lacks this overload

@@ -121,7 +121,7 @@ class _Meeting:
 
 
 class LocalWorld:
-    """`size` ranks in this process; `run` calls a function on each rank.
+    """A world of `size` ranks in this process. `run` calls a function on each rank.
 
     `note` is called before each action of a rank's steps. `keeping()` returns a context manager for each rank. The
     world enters this context manager whenever the rank runs, for example to switch to the rank's own random generators.
