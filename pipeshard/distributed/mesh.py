@@ -106,7 +106,8 @@ class ProcessGroupMesh:
 
     @staticmethod
     def get_coords_along_axis(base_coord: Coordinate, axis: MeshAxes, indices_at_axis: Indices) -> list[Coordinate]:
-        """All copies of `base_coord` with indices on `axis` from `indices_at_axis`. The last given axis varies fastest.
+        """All copies of `base_coord` in which the indices on `axis` come from `indices_at_axis`. The last given axis
+        varies fastest.
 
         Args:
             base_coord: the coordinate whose indices on all other axes are kept.
@@ -371,7 +372,7 @@ def join_alone(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int) ->
 
 
 def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int = 1) -> int:
-    """The number of replicas of a pipeline of these sizes: the world size divided by the size of one replica.
+    """The number of replicas of a pipeline with these sizes: the world size divided by the size of one replica.
 
     Raises ConfigurationError if the quotient is not an integer or differs from `dp_size`, or if no process group
     exists.

@@ -33,11 +33,11 @@ class P2P(ABC):
     """Point-to-point messages of one pipeline. Define a subclass to add another transport.
 
     `ranks[r]` is the global rank of pipeline rank r, and `edges` is the sorted list of the (source, destination) pairs
-    that will be used, in pipeline ranks. Every rank of the world constructs its P2P at the same time, so the
-    constructor may create groups. It must create them with `new_group`, since there may be other pipelines. The
-    messages of one edge arrive in the order in which they were sent. Tensors are contiguous, flat bytes (uint8). Both
-    ends know the tensors' sizes in advance. `send` and `receive` must not wait for the other end. They return an object
-    with a method `wait()`, which waits for the other end.
+    of pipeline ranks between which messages are sent. Every rank of the world constructs its P2P at the same time, so
+    the constructor may create groups. It must create them with `new_group`, since there may be other pipelines. The
+    messages of one edge arrive in the order in which they were sent. Tensors are contiguous, one-dimensional, and
+    contain bytes (uint8). Both ends know the tensors' sizes in advance. `send` and `receive` must not wait for the
+    other end. They return an object with a method `wait()`, which waits for the other end.
 
     Attributes:
         kernels: whether messages are kernels on a GPU's streams. If so, a step's messages are posted in an order in
