@@ -105,7 +105,7 @@ def attach_workers(dataloader: Any) -> None:
 
 
 def own_host() -> list[str]:
-    """A key that is equal for two processes on the same host and in the same process id namespace."""
+    """A key that is equal for two processes if they run on the same host, in the same process id namespace."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:  # not on Linux
