@@ -1,8 +1,8 @@
 """Clipping: computes the gradient norm of the full model, unscales the gradients, and clips them by this norm.
 
-On a stage, torch.nn.utils.clip_grad_norm_ would clip by the norm of this stage's gradients only. ModelGradients
-computes the norm of the gradients on all ranks. Each parameter counts once, even if several ranks hold it. The first
-optimizer that steps computes the norm for all optimizers of the model.
+With a split model, torch.nn.utils.clip_grad_norm_ would clip each stage's gradients by the norm of that stage alone.
+ModelGradients computes the norm of the gradients on all ranks. Each parameter counts once, even if several ranks hold
+it. The first optimizer that steps computes the norm for all optimizers of the model.
 """
 
 import logging
@@ -35,7 +35,7 @@ logger = logging.getLogger("pipeshard")
 
 
 class ModelGradients:
-    """The gradients of all of a model's parameters on this rank, even if several optimizers train the parameters.
+    """All gradients of one model on this rank, even if several optimizers train the model's parameters.
 
     The gradients are multiplied by the loss scale until `clip`, `unscale` or the first optimizer's step removes this
     factor. The first optimizer's step also clips the gradients if `max_norm > 0`, and decides whether all optimizers
@@ -44,8 +44,8 @@ class ModelGradients:
     Attributes:
         names: maps each parameter of the full model, including parameters that boost has replaced, to its name.
         trained: the names of the parameters that the model's optimizers train.
-        updated: this rank's MasterWeights, by name, that an optimizer contains or has contained. Weights of optimizers
-        that no longer exist remain, since ranks may free optimizers at different times.
+        updated: by name, the MasterWeights on this rank that an optimizer contains or once contained. Weights of
+        optimizers that no longer exist remain, since ranks may free optimizers at different times.
         copies: the WeightCopies of these weights.
         norm: the last gradient norm of the full model (of order `norm_type`, before clipping), or None if this step has
         not computed a norm.
@@ -92,8 +92,8 @@ class ModelGradients:
         return self._factor != 1.0
 
     def names_of(self, tensors: Iterable[Tensor]) -> dict[Tensor, str]:
-        """Map each of `tensors` that is a parameter of the model, or a master weight in `updated`, to the parameter's
-        name."""
+        """Return the parameter name of each tensor in `tensors` that is a parameter of the model or a master weight in
+        `updated`."""
         known: dict[Tensor, str] = {weight.master: name for name, weight in self.updated.items()}
         known.update(self.names)
         return {tensor: known[tensor] for tensor in tensors if tensor in known}
@@ -155,8 +155,8 @@ class ModelGradients:
             raise
 
     def _refuse_mixed(self) -> None:
-        """Raise UsageError if a failed step may have added gradients to earlier gradients that the loop has not
-        cleared."""
+        """Raise UsageError if a failed step may have added to earlier gradients, and the loop has not cleared them
+        since."""
         mixed = [p for p in self._mixed if p.grad is not None and bool(stored(p.grad).any())]
         if mixed:
             raise UsageError(
@@ -212,7 +212,8 @@ class ModelGradients:
             self.copies.share()
 
     def added(self) -> None:
-        """Assign the new gradients to the master weights as well, and record the gradients to detect later changes."""
+        """Also assign the new gradients to the master weights, and record the gradients so that later changes are
+        detected."""
         for weight in self.weights.values():
             weight.lend_gradient()
         self.updates.added(self._holders)
@@ -256,7 +257,7 @@ class ModelGradients:
         return not self.overflow
 
     def clip(self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Unscale the gradients and clip their norm to `max_norm`, as torch.nn.utils.clip_grad_norm_ does. Returns the
+        """Unscale the gradients, and then clip them to `max_norm` as torch.nn.utils.clip_grad_norm_ does. Returns the
         norm before clipping. Call it on all ranks."""
         order = order_of(norm_type)
         self.norm, self.norm_type = self.total(order), order
@@ -271,8 +272,8 @@ class ModelGradients:
         return self.norm
 
     def total(self, norm_type: float, weights: Mapping[str, MasterWeight] | None = None) -> Tensor:
-        """The norm of the unscaled gradients of the full model, or only of `weights`. The norm is the same on every
-        rank. Call it on all ranks."""
+        """The norm of the full model's unscaled gradients, or of the gradients of `weights` only. The norm is the same
+        on every rank. Call it on all ranks."""
         self._settle()
         counted = self._counted()
         if weights is not None:

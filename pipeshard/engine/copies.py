@@ -91,9 +91,9 @@ class WeightCopies:
 
     def follow(self, adopts: bool, is_updated: bool = False) -> bool:
         """If the loop has written to one copy of a weight, make the copies on this rank equal again
-        (`MasterWeight.follow`). With `is_updated`, also copy the values of `master` if no write is recorded, since some
-        kernels do not change the version. Returns whether the replicas must call `share` after this or an earlier
-        `follow`."""
+        (`MasterWeight.follow`). With `is_updated`, also copy `master` to the parameter if no write is detected, since
+        some kernels do not change a tensor's version. Returns whether the replicas must call `share` after this or an
+        earlier `follow`."""
         now = self._states()
         noted = self._noted(now)
         if now == noted and not is_updated:
@@ -117,9 +117,9 @@ class WeightCopies:
         return self.zero and any(weight.is_due for weight in self._watched)
 
     def _written(self) -> dict[str, tuple[bool, bool]]:
-        """With ZeRO, the weights that were written since their states were recorded. Maps the name of each weight to a
-        pair: whether the parameter was written, and whether `master` was written. A read of `data` does not count as a
-        write."""
+        """With ZeRO, the weights that have been written to since their states were recorded. Maps each weight's name to
+        a pair: whether the parameter was written, and whether `master` was written. A read of `data` does not count as
+        a write."""
         states = self._noted(self._states())
         each = [is_written(tensor, Noted(s[0], s[3])) for tensor, s in zip(self._tensors, states, strict=True)]
         rows = zip(self._watched, each[::2], each[1::2], strict=True)
@@ -141,8 +141,8 @@ class WeightCopies:
             raise UsageError(UNSHARED.format(name=min(masters or own)))
 
     def refuse_differing(self) -> None:
-        """With ZeRO, raise UsageError on every replica if the loop has written to a weight on some replicas only, and
-        the replicas now have different values of this weight. Call it on all ranks."""
+        """With ZeRO, raise UsageError on every replica if the loop has written to a weight on only some of the
+        replicas, and the replicas now have different values of this weight. Call it on all ranks."""
         written = self._written()
         flags = gather(torch.tensor([w.name in written or w.is_due for w in self._watched]), self._grid.replicas)
         for weight in compress(self._watched, (flags != flags[0]).any(dim=0).tolist()):
