@@ -1,8 +1,8 @@
-"""Coupling: detects whether the training loop changes a parameter with a value computed from several parameters.
+"""Coupling: detects whether the training loop changes a parameter using a value computed from several parameters.
 
 Examples are a radius computed from the norm of all gradients, a projection, a quantile, and noise that one generator
 produces for several parameters in turn. With several stages, each rank computes such a value from the parameters of one
-stage only. A clamp, decay or average of each parameter separately is exact. The written values alone do not show
+stage only. Clamping, decaying or averaging each parameter separately is exact. The written values alone do not show
 whether the loop combined parameters. So in some updates, torch modes intercept all operators of the loop. The modes
 propagate parameter names from weights and gradients to all values computed from them. The modes also watch the steps of
 a user's own optimizer, which may begin to combine parameters after its trial (engine/optimizer_trial.py).
@@ -56,16 +56,16 @@ NO_LOOP_TAGS: frozenset[LoopTag] = frozenset()
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Context manager in which compiled functions run eagerly. Does nothing if torch's compiler has not been imported
-    (the import takes seconds), since then no function is compiled."""
+    """Context manager in which compiled functions run eagerly. Does nothing if torch's compiler has not been imported:
+    in this case, no function is compiled, and the import would take seconds."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class Coupling:
     """Watches the training loop between its calls to pipeshard, in the first updates of a model and in updates whose
     number is a power of two. Without an optimizer, calls to pipeshard are counted instead of updates. Tags are kept per
-    storage, as in a trace (graph/taint.py). If a storage contains several watched tensors, each has its own tags.
-    Deleting the model ends the watch."""
+    storage, as in a trace (graph/taint.py). If a storage contains several watched tensors, each tensor has its own
+    tags. The watch ends when the model is deleted."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
@@ -86,8 +86,8 @@ class Coupling:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context manager for a call to pipeshard. On entry, checks the values that the loop has written. On exit,
-        watches the loop again. No model watches the operators of the call, since the loop does not run these
-        operators."""
+        watches the loop again. No model watches the operators that the call runs, since they are not operators of the
+        loop."""
         self.end()
         self._calls += 1
         try:
@@ -105,8 +105,9 @@ class Coupling:
         self._begin(self._updates.count if self._updates.in_use() else self._called)
 
     def begin_step(self, optimizer: str, update: int, excuse: Callable[[], object] | None) -> None:
-        """As `begin`, for step number `update` of an optimizer of class `optimizer`. If the step combines parameters,
-        `end` calls `excuse` and reports nothing. If `excuse` is None, `end` reports the step."""
+        """As `begin`, but for step number `update` of an optimizer. `optimizer` is the name of the optimizer's class.
+        If the step combines parameters, `end` calls `excuse` and reports nothing. If `excuse` is None, `end` reports
+        the step."""
         self._begin(update)
         if self.is_watching:
             self._stepping, self._excuse = optimizer, excuse
@@ -178,7 +179,7 @@ class Coupling:
         return ""
 
     def _numbers(self) -> dict[float, set[str]]:
-        """Map each tagged number (see Number) to the names of the parameters that were changed with it."""
+        """Map each tagged number (see Number) to the names of the parameters that were changed using this number."""
         numbers: dict[float, set[str]] = {}
         for name, tensor in self._places():
             for tag in self._of([tensor]):
@@ -187,9 +188,9 @@ class Coupling:
         return numbers
 
     def _drawn_in(self, places: Iterable[tuple[str, Tensor]], changed: str) -> str:
-        """The error message if the loop has written random numbers of one generator to several of these tensors, but
-        not to tensors of another rank, otherwise "". `changed` is how the message describes a tensor of the parameter
-        {name}."""
+        """The error message if the loop has written random numbers from one generator to several of these tensors, but
+        not to tensors of another rank, otherwise "". `changed` is the message's term for a tensor of the parameter
+        {name}, such as "the gradient of {name}"."""
         drawn: dict[Stream, set[str]] = {}
         for name, tensor in places:
             for tag in self._of([tensor]):
@@ -227,8 +228,8 @@ class Coupling:
     def _rest(self, names: set[str], least: int = 3) -> str | None:
         """The name of a parameter on another rank that the loop missed when it combined the parameters `names`, or
         None. If `names` contains all of this rank's parameters (and at least two), any parameter of another rank counts
-        as missed. Otherwise, only parameters in the common module of `names` count, and `names` must contain at least
-        `least` names."""
+        as missed. Otherwise, only parameters in the innermost module that contains all of `names` count, and `names`
+        must contain at least `least` names."""
         is_all = names >= self._held
         if len(names) < (2 if is_all else least):
             return None
@@ -258,7 +259,7 @@ class Coupling:
 
     def follow_unnamed(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """As `follow`, but each nn.Parameter gets a tag when an operator first reads it. Returns whether the operator
-        has changed a parameter with a value computed from several parameters."""
+        has changed a parameter using a value computed from several parameters."""
         inputs = tensors_among([*args, *kwargs.values()])
         for parameter in (each for each in inputs if isinstance(each, nn.Parameter) and not self._of([each])):
             self._set(parameter, frozenset({str(storage_of(parameter))}))
@@ -345,7 +346,8 @@ class Coupling:
 
 
 def _is_part(tensor: Tensor) -> bool:
-    """Whether the tensor's storage also has other elements. False for a sparse tensor, which has no storage."""
+    """Whether the tensor's storage also contains elements outside the tensor. False for a sparse tensor, which has no
+    storage."""
     return tensor.layout is torch.strided and tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()
 
 
@@ -372,7 +374,7 @@ DRAWN = (
 
 
 class Watching:
-    """Base class of the torch modes. A mode has only a weak reference to its Coupling."""
+    """Base class of the torch modes that a Coupling enters. A mode has only a weak reference to its Coupling."""
 
     def __init__(self, coupling: Coupling) -> None:
         super().__init__()
@@ -390,8 +392,8 @@ class Watching:
 
 
 class Operators(Watching, DispatchMode):
-    """Passes each operator of a loop to its Coupling. Increments the versions of tensors to which a foreach or fused
-    operator writes, since torch does not increment these versions in a mode."""
+    """Passes each operator that the loop runs to the Coupling. Increments the versions of tensors to which a foreach or
+    fused operator writes, since torch does not increment these versions in a mode."""
 
     supports_higher_order_operators = True
 
@@ -406,7 +408,7 @@ class Operators(Watching, DispatchMode):
 
 
 class PythonReads(Watching, TorchFunctionMode):
-    """Reports to its Coupling the tensors that Python reads without torch's dispatcher (tolist, numpy)."""
+    """Reports tensors that Python reads without torch's dispatcher (tolist, numpy) to the Coupling."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()
@@ -419,9 +421,9 @@ class OptimizerTrial(Lone):
     """Dispatch mode of an optimizer's trial: like Lone, it refuses collectives.
 
     Attributes:
-        combines: whether the optimizer has changed a parameter with a value computed from several parameters. A
-        Coupling would report each watched step of such an optimizer, even if its updates are independent (as in a batch
-        of matrices).
+        combines: whether the optimizer has changed a parameter using a value computed from several parameters. A
+        Coupling would report each watched step of such an optimizer, even if the parameters' updates are independent of
+        each other (as in a batch of matrices).
     """
 
     combines = False

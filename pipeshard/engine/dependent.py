@@ -2,8 +2,8 @@
 
 An input may contain row indices (graph edges, bag offsets), or a dimension may equal the batch size only by
 coincidence. The model then fails on a microbatch with an error that names no remedy. So if a microbatch fails in a
-trace or in the proof, pipeshard also runs the full batch, and raises BatchError if the full batch succeeds. If a
-microbatch fails in a step, pipeshard adds a note to the model's error.
+trace or in the proof (verify/proof.py), pipeshard also runs the full batch, and raises BatchError if the full batch
+succeeds. If a microbatch fails in a step, pipeshard adds a note to the model's error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
