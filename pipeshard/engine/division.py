@@ -75,12 +75,12 @@ def _of_all_samples(model: nn.Module, sample: Batch, of_trace: Callable[..., Dat
 def beside_glue(
     criterion: Criterion | None, model: nn.Module, device: torch.device, of_glue: torch.device
 ) -> Iterator[bool]:
-    """Context manager that temporarily moves the criterion's tensors on this rank's `device`, such as class weights, to
-    the device `of_glue`. Yields whether it has moved any tensor.
+    """Context manager that temporarily moves the criterion's tensors (such as class weights) from this rank's `device`
+    to the device `of_glue`. Yields whether it has moved any tensor.
 
     A step calls the criterion on `device`, but boost traces the model before it moves the model. Use this context only
     after a trace has failed: a criterion that moves the model's output to the device of its own tensors does not need
-    it, and a criterion's tensors may include a large teacher model.
+    this context, and a criterion's tensors may include a large teacher model.
     """
     held = Snapshot({"the criterion": criterion}, without=(model,)).tensors if device != of_glue else ()
     moved = {tensor: tensor.data for *_, tensor, _ in held if tensor.device == device and not is_released(tensor)}

@@ -237,8 +237,8 @@ class Pipeline:
         return out
 
     def _refuse_changed(self, criterion: Criterion | None) -> None:
-        """Raise an error if a step does not support the criterion or a change of the model since boost, or if
-        parameters have no values."""
+        """Raise an error if a step does not support the criterion, if it does not support a change that was made to the
+        model since boost, or if parameters have no values."""
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
         self.holdings.refuse_cast()
@@ -331,15 +331,16 @@ class Pipeline:
         return None
 
     def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
-        """Exchange between ranks which parameters each rank trains now. Raises UsageError on every rank if any rank has
-        `problems`."""
+        """Let all ranks know which parameters each rank currently trains. Raises UsageError on every rank if any rank
+        has `problems`."""
         if wrong := gather_lists(problems, self.grid.world):
             raise UsageError(wrong[0])
         self.trained = trained
         self._tell_ghosts(compare_trained(trained, self.grid.world, self.grid.named))
 
     def _tell_ghosts(self, trained: Mapping[str, bool]) -> None:
-        """Record in each Ghost whether other stages train its parameter now, for traces of later batches."""
+        """Record in each Ghost whether other stages currently train its parameter. Traces of later batches use this
+        record."""
         for parameter, name in self.gradients.names.items():
             if isinstance(parameter, Ghost):
                 parameter.pipeshard_trainable = trained.get(name, parameter.pipeshard_trainable)
@@ -428,9 +429,9 @@ class Pipeline:
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, cut: Sequence[Sequence[Batch]], flow: Dataflow) -> dict[str, Any]:
-        """Return the loss and the outputs, if requested. If the loss is NaN, or if outputs contain a NaN and were never
-        requested from this Dataflow before, the ranks check whether the forward still matches its trace. On a GPU, a
-        loss that is not requested is checked in the next step."""
+        """Return the loss and the outputs, if requested. The ranks check whether the forward still matches its trace in
+        two cases: the loss is NaN, or outputs that are requested from this Dataflow for the first time contain a NaN.
+        On a GPU, a loss that is not requested is checked in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         # If this rank has the model's last stage, that stage is the last of `running`.
         end, source = self.stages.running[-1].end_of_loss, self.last_rank
