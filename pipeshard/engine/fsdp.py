@@ -1,7 +1,7 @@
 """FSDP: shards the held units of a stage across the replicas, with torch's fully_shard.
 
-torch gathers parameters and reduces gradients in hooks that run before and after every forward and backward. A pipeline
-stage leaves the model's forward with an exception after its last unit, so later hooks do not run. The stage may also
+torch gathers parameters and reduces gradients in hooks that run before and after every forward and backward. After its
+last unit, a pipeline stage leaves the model's forward with an exception, so later hooks do not run. The stage may also
 run other microbatches between a microbatch's forward and backward. So this module removes the hooks, and gathers and
 reduces once per step, as torch.distributed.pipelining does. The functions at the top wrap torch's private FSDP APIs.
 """
@@ -58,9 +58,9 @@ class ShardedUnits:
     """Shards `units` across the ranks of `mesh`. Units that share a parameter form one FSDP group.
 
     Parameters are gathered at the beginning of a step, stay unsharded for all microbatches, and are resharded at the
-    end of the step. Gradients accumulate unsharded, and are reduce-scattered once per step, when all stages of this
-    rank that run the unit have finished. `used` maps each unit's name to these stages. With `dtype`, units compute in
-    this dtype, and gradients are accumulated and reduced in fp32. Parameters in `apart` are not sharded, for example
+    end of the step. A unit's gradients accumulate unsharded, and are reduce-scattered once per step, when all stages of
+    this rank that run the unit have finished. `used` maps each unit's name to these stages. With `dtype`, units compute
+    in this dtype, and gradients are accumulated and reduced in fp32. Parameters in `apart` are not sharded, for example
     because glue also reads them.
     """
 
@@ -121,7 +121,8 @@ class ShardedUnits:
             parameter._unsharded_param.grad_dtype = torch.float32
 
     def stages_done(self, stages: Set[int]) -> None:
-        """Start to reduce-scatter the gradients of the units that only the finished `stages` run on this rank."""
+        """Start to reduce-scatter the gradients of the units whose stages on this rank have all finished. `stages` are
+        the finished stages."""
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:

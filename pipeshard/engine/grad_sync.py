@@ -1,10 +1,10 @@
 """Gradient sync: sums the gradients of parameters that several ranks hold, once per step.
 
 Several stages hold a tied weight, and all data-parallel replicas hold every weight. DistributedDataParallel has one
-process group for the whole model, and reduces gradients in hooks of each backward pass. Here, a step has a backward
-pass for every microbatch and chunk, and different ranks hold different parameters. So each bucket contains parameters
-that the same ranks hold. A bucket is reduced as soon as the rank's last stage that uses the bucket's parameters has
-finished. Ties and FSDP shards are reduced at the end of the step.
+process group for the whole model, and reduces gradients in hooks of each backward pass. In a pipeline, a step has a
+backward pass for every microbatch and chunk, and different ranks hold different parameters. So each bucket contains
+parameters that the same ranks hold. A bucket is reduced as soon as all stages of the rank that use the bucket's
+parameters have finished. Ties and FSDP shards are reduced at the end of the step.
 """
 
 import math
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 class Bucket:
     """A set of parameters, by name, that all ranks of `group` hold. These ranks are the stages of a tie, data-parallel
-    replicas, tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one
-    flat tensor. A bucket of a `tie` or of FSDP shards is reduced at the end of a step. Any other bucket is reduced when
-    the `stages` of this rank that use the parameters have finished. If `copies` ranks compute the same gradient, only
-    one of them `contributes` its gradient, which all of them receive."""
+    replicas, tensor-parallel ranks, or a combination of these. The gradients have the same dtype, and are all-reduced
+    as one flat tensor. A bucket of a `tie` or of FSDP shards is reduced at the end of a step. Any other bucket is
+    reduced when the `stages` of this rank that use the parameters have finished. If `copies` ranks compute the same
+    gradient, only one of these ranks contributes its gradient (`contributes`), and all of them receive it."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Bucket:
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """Start the all-reduce. A holder contributes zeros if it has no gradient, or if its gradient is a copy. The
-        flat tensor ends with one count per parameter: the number of contributed gradients."""
+        """Start the all-reduce. A holder contributes zeros if it has no gradient, or if another holder contributes the
+        same gradient. The flat tensor ends with one count per parameter: the number of contributed gradients."""
         self.trained = [p for p in self.parameters.values() if p.requires_grad or p in self.unsummed]
         self.unsummed = set()
         if not self.trained:
@@ -71,7 +71,8 @@ class Bucket:
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Wait for the all-reduce. Returns the number of contributed gradients, for each trained parameter."""
+        """Wait for the all-reduce. For each trained parameter, returns the number of gradients that were
+        contributed."""
         assert self.work is not None
         own_progress().wait_in(self.group, self.work)
         self.work = None
@@ -163,8 +164,8 @@ class GradientSync:
         ] + self.modified()
 
     def modified(self) -> list[str]:
-        """Error messages about partial gradients that the loop has modified. A sum of clamped parts differs from a
-        clamped sum."""
+        """Error messages about partial gradients that the loop has modified. For example, a sum of clamped parts
+        differs from a clamped sum."""
         return [
             f"the gradient of {name} was modified before it was summed over the ranks (no_sync postpones the sum): "
             "call plugin.sync_grads(model) before you modify the gradient, or set the gradient to None "
@@ -201,8 +202,8 @@ class GradientSync:
 
     def stage_done(self, stage: int) -> None:
         """Record that a stage has finished, and start to reduce each bucket whose stages on this rank have all
-        finished. Ties are reduced in `finish`, and so are buckets of FSDP shards, since the reduce-scatter of shards
-        only starts here."""
+        finished. Ties and buckets of FSDP shards are reduced later, in `finish`: the reduce-scatter of shards only
+        starts here."""
         self._done.add(stage)
         if self.sharded is not None:
             self.sharded.stages_done(self._done)
