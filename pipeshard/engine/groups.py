@@ -10,7 +10,8 @@ UNCOMPARED = ("params", "param_names")  # keys of a group for lists with one val
 
 
 def keep(group: dict[str, Any], places: Sequence[int]) -> None:
-    """Keep in a group only the parameters at the indices `places`, and their names, if the group has names."""
+    """In a group, keep only the parameters at the indices `places` and, if the group has names, the names of these
+    parameters."""
     named = [key for key in UNCOMPARED if group.get(key) is not None]
     for values in [group[key] for key in named if len(group[key]) == len(group["params"])]:
         values[:] = [values[k] for k in places]  # in place: the optimizer may have another reference to the list
@@ -50,9 +51,9 @@ def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parame
 
 
 def move_overrides(optimizer: Optimizer, became: Mapping[Tensor, Tensor]) -> None:
-    """Move the options that bitsandbytes' GlobalOptimManager has for each parameter in the groups to the tensor that
-    will replace the parameter (`became` maps old to new). GlobalOptimManager stores options by module, by index in the
-    groups, or by id. Afterwards, the options of these parameters are stored only by id, since indices change."""
+    """For each parameter in the groups, move the parameter's options in bitsandbytes' GlobalOptimManager to the tensor
+    that will replace the parameter (`became` maps old to new). GlobalOptimManager stores options by module, by index in
+    the groups, or by id. Afterwards, the options of these parameters are stored only by id, since indices change."""
     manager: Any = getattr(optimizer, "mng", None)
     if not became or not hasattr(manager, "pid2config"):
         return

@@ -17,7 +17,7 @@ class Guard(ABC):
         self._lock = threading.RLock()  # a model may be finalized in any thread, even inside `watch`
 
     def watch(self, gradients: ModelGradients) -> None:
-        """Start to guard the model that has these gradients."""
+        """Start guarding the model that has these gradients."""
         weakref.finalize(gradients, self._model_ended).atexit = False
         with self._lock:
             self._models.add(gradients)
