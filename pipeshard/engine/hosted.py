@@ -62,7 +62,7 @@ class HostParameter(nn.Parameter):
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory, which is pinned if the tensor is dense and on a GPU."""
+    """Copy a tensor to host memory. The host memory is pinned if the tensor is dense and on a GPU."""
     if tensor.is_sparse:
         return tensor.detach().to("cpu", copy=True)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor.detach())

@@ -1,7 +1,8 @@
 """Interpreter: runs one rank's actions of a Program on the rank's stages, and sends and receives messages with a P2P.
 
-torch.distributed.pipelining has a hand-written loop for each schedule. Here a schedule is data, and its messages are
-also actions, so one loop runs every schedule. The loop runs exactly the Program that was proven free of deadlocks.
+torch.distributed.pipelining has a hand-written loop for each schedule. In pipeshard, a schedule is data, and its
+messages are also actions, so one loop runs every schedule. The loop runs exactly the Program that was proven free of
+deadlocks.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ MAX_PENDING_SENDS = 4  # for a P2P that does not report completion
 
 class Interpreter:
     """Runs actions in order. Waits for a receive when its tensors are needed, and for sends at the end of the run. If
-    the P2P does not report whether sends have completed, at most `MAX_PENDING_SENDS` sends are pending.
+    the P2P does not report whether sends have completed, at most `MAX_PENDING_SENDS` sends are pending at a time.
 
     `placement[s]` is the rank of stage s. `timeline` contains the times of the last run. Under torch.profiler, each
     action appears as a range named after the action, such as `F3@1`.
