@@ -35,11 +35,10 @@ class LossRule:
     divided by the batch's count.
 
     The count is the number of valid labels: the entries at `path`, from column `shift` on, that are not `ignore`. With
-    `masked`, only labels with an attention mask other than 0 are valid: some losses use the mask to omit padding,
-    regardless of the padding's labels. With `adds`, the count is the sum of all entries from column `shift` on. If
-    `path` is None, the count is the number of samples. With `summed`, the losses are added without weights. With
-    `each`, the count of every microbatch is 1. With `counted`, the criterion returns a sum and its count for each
-    microbatch.
+    `masked`, only labels whose attention mask is not 0 are valid: some losses use the mask to omit padding, regardless
+    of the padding's labels. With `adds`, the count is the sum of all entries from column `shift` on. If `path` is None,
+    the count is the number of samples. With `summed`, the losses are added without weights. With `each`, the count of
+    every microbatch is 1. With `counted`, the criterion returns a sum and its count for each microbatch.
     """
 
     path: str | None = None
@@ -88,7 +87,7 @@ class LossRule:
         tolerance for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole. If
         the losses have gradients with respect to unit results, the rule must also compute the whole's gradients from
         the parts' gradients. Non-finite gradients are ignored. Rounding errors of gradients that should be 0 are also
-        ignored (softmax does not depend on an offset of all logits)."""
+        ignored (for example, softmax does not change if the same offset is added to all logits)."""
         whole, parts, batches = losses
         shares = [1.0] * len(parts) if self.counted else self.shares(batches)
         terms = [share * part.value if share else 0.0 for share, part in zip(shares, parts, strict=True)]

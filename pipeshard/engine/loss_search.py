@@ -72,10 +72,10 @@ def prove_loss_rule(
     """Find the rule that computes the loss of a batch like `batch` from the losses of its parts.
 
     Runs the glue on a few samples and on parts of them, split at different positions, with random unit results and new
-    random labels, weights and masks. The rule found (or the rule `known` for other sizes) must then also hold at
-    `sizes`. This test is skipped for transformers' own losses, which do not depend on sizes. Logs a warning if the test
-    was inconclusive, or if the rule does not cover an auxiliary part of the loss that is computed from side outputs of
-    units (router logits) or from a second kind of labels.
+    random labels, weights and masks. The rule that was found (or the rule `known` for other sizes) must then also hold
+    at `sizes`. This test is skipped for transformers' own losses, which do not depend on sizes. Logs a warning if the
+    test was inconclusive, or if the rule does not cover an auxiliary part of the loss that is computed from side
+    outputs of units (router logits) or from a second kind of labels.
 
     Raises ConfigurationError if no rule can be proven, or TraceError if glue takes a different path than in its trace.
     """
@@ -204,8 +204,8 @@ class _Search:
         return FewSamples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
 
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
-        """As `_can_try`, in fp32 if `precise`, and otherwise in the 16-bit dtypes of the trace. Some glue accepts no
-        other dtype, or rounds to 16 bits itself."""
+        """As `_can_try`, but in fp32 if `precise`, and otherwise in the dtypes of the trace. Some glue accepts only
+        16-bit dtypes, or itself rounds to 16 bits."""
         try:
             self.samples = self._samples(source)
             self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
@@ -289,8 +289,8 @@ class _Search:
     def _holds_without_valid(self, rule: LossRule) -> bool:
         """Whether a rule also holds if the second part, or only the last sample, has no valid entry. A rule that counts
         entries gives such samples no weight, but a focal loss divided by the number of objects also sums over the
-        background. A rule that counts samples gives such samples full weight, but a loss may omit them. So such a
-        rule is tried with each mark in the ranges of the batch's values, since later batches in these ranges are not
+        background. A rule that counts samples gives such samples full weight, but a loss may omit them. Such a rule is
+        therefore tried with each mark in the ranges of the batch's values: later batches in these ranges are not
         tried."""
         if self.sizes is None or rule.counted:
             return True
@@ -456,9 +456,9 @@ def _longest(batch: Batch) -> int:
 def _telling(
     rule: LossRule, trials: Iterable[Losses | None], enough: int, looser: float = 1.0, gives_up: bool = True
 ) -> int | None:
-    """Count the trials, up to `enough`, that could have distinguished this rule from other rules. Returns None if the
-    rule does not hold in one of the trials. With `gives_up`, returns 0 as soon as the second or a later trial fails and
-    no trial has counted so far: the loss rejects such labels."""
+    """Count up to `enough` trials that could have distinguished this rule from other rules. Returns None as soon as the
+    rule does not hold in a trial. With `gives_up`, returns 0 if the second or a later trial has no finite losses and no
+    trial has counted so far: the loss rejects such labels."""
     telling = 0
     for number, losses in enumerate(trials):
         if losses is not None and losses.is_finite:
