@@ -83,7 +83,7 @@ class LossShares:
     def any_unproven(
         self, batches: Sequence[Batch], cut: Sequence[Sequence[Batch]], criterion: Criterion | None
     ) -> bool:
-        """Whether the loss of one of these batches requires a rule that is not proven yet, in the state of the last
+        """Whether the loss of one of these batches requires a rule that is not proven yet for the state at the last
         `look`."""
         return not all(
             (len(parts) == 1 and self.replicas is None)
@@ -121,8 +121,8 @@ class LossShares:
             raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
-        """Find the rule for `batch` without communication, unless the rule is known. `first` is a microbatch of
-        `batch`."""
+        """Find the rule for `batch`, unless the rule is already proven. Does not communicate with other ranks. `first`
+        is a microbatch of `batch`."""
         kind, sizes = self._kind(batch, criterion), self._sizes(batch, first.rows)
         if self.rules.covers(kind, batch, sizes):  # only another rank or another batch lacks the rule
             return

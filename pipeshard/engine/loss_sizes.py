@@ -1,8 +1,8 @@
 """Loss sizes: the numbers of samples and the lengths at which a loss rule was tried.
 
-A loss may depend on sizes: it may process chunks of positions, or have terms that appear with more samples. So sizes
-are grouped into ranges between powers of two. In each range, a rule counts as proven up to the largest sizes at which
-it held, and is tried again at larger sizes. Even a run with irregular lengths has few ranges.
+A loss may depend on sizes: it may process chunks of positions, or have terms that appear only with more samples. So
+sizes are grouped into ranges between powers of two. In each range, a rule counts as proven up to the largest sizes at
+which it held, and is tried again at larger sizes. Even a run with irregular lengths has few ranges.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Sizes:
         return cls(rows, min(part, rows - 1), _lengths(batch))
 
     def of_batch(self, batch: Batch) -> Self:
-        """The same numbers of samples, with the lengths of `batch`."""
+        """These sizes with the lengths of `batch`."""
         return replace(self, lengths=_lengths(batch))
 
     @property
