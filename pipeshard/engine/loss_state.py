@@ -3,8 +3,8 @@
 The trials of a loss rule use one set of class weights, one training mode and one value of each coefficient. With other
 values, the loss may follow a different rule: a mean over samples becomes a weighted mean if the class weights are not
 all 1. So a rule counts as proven only for the state that these tensors and numbers had in its trials. Values are
-compared by kind, since annealed coefficients change in every step: integers up to 64 by value, other numbers by sign
-and power of four, and tensors by range and by whether all elements are equal.
+compared by kind: integers up to 64 by value, other numbers by sign and power of four, and tensors by range and by
+whether all elements are equal. An exact comparison would fail in every step for an annealed coefficient.
 """
 
 from collections.abc import Hashable, Iterator

@@ -46,14 +46,14 @@ LeafKey = tuple[str, int, int]  # leaf of a unit's result: the unit, the number 
 
 
 class FewSamples:
-    """Takes `count` evenly spaced samples (`few`) of `source`, which is `batch` or a batch with other lengths, and
-    replaces their values with random values.
+    """Takes `count` evenly spaced samples (`few`) from `source`, and replaces their values with random values. `source`
+    is `batch` itself, or a batch with other lengths.
 
     `read` contains the paths of the leaves that the loss reads, and `consulted` the paths of the leaves on whose values
     Python branches. Integers are drawn from the batch's values and, if a leaf has few values, the values between
-    them. Masks remain masks. Other floating-point values are moved, or drawn from the batch's values and from possible
-    marks of missing values. If the loss `is_known` (one of transformers' own), these values are only scaled. Complex
-    values are always scaled.
+    them. Masks remain masks. Other floating-point values are moved towards 0 or towards the highest value, or drawn
+    from the batch's values and from possible marks of missing values. If the loss `is_known` (one of transformers'
+    own), these values are only scaled. Complex values are always scaled.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class FewSamples:
 
     @property
     def draws(self) -> int:
-        """The number of draws after which each mark, and each value of a leaf with few values, has occurred: at
-        least ROWS, and at most SPAN // ROWS."""
+        """The number of draws after which each mark, and each value of a leaf with few values, has occurred. Limited to
+        between ROWS and SPAN // ROWS."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()
@@ -293,7 +293,7 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """Measure the loss of `batch`, and the loss's gradients with respect to `by`. Returns None without a loss.
+        """Measure the loss of `batch`, and the loss's gradients with respect to `by`. Returns None if there is no loss.
         `result(key, spec)` returns a leaf of a unit's result. Only the calls in `running` run their units. The
         criterion is called `times` times. The state of the model, the criterion and the generators is restored
         afterwards."""
@@ -345,7 +345,8 @@ class Glue:
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> tuple[float, bool]:
         """The count that the criterion returns, and whether the count is 0 and the sum is NaN (a mean over nothing,
-        times 0). The count does not depend on unit results, so each unit result is replaced with one expanded value."""
+        times 0). The count does not depend on unit results, so each unit result is replaced with a single value,
+        expanded to the result's shape."""
 
         def constant(key: LeafKey, spec: TensorSpec) -> Tensor:
             value = 0.5 if spec.dtype.is_floating_point else 0
@@ -404,7 +405,7 @@ class LossTrial:
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> Losses | None:
         """Measure the loss of `batch` (the samples with random values), of its first `at` samples, and of the remaining
-        samples. Returns None if one of the three measurements has no loss, or if the model or the criterion fails. With
+        samples. Returns None if any of the three measurements has no loss, or if the model or the criterion fails. With
         `fit`, unit results of the first `at` samples are moved by at most `abs(fit)`, to reduce these samples' loss or,
         if `fit` is negative, to increase it. With `sloping`, the losses have gradients with respect to all random unit
         results."""
@@ -433,7 +434,7 @@ class LossTrial:
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
         """Whether the criterion returns the same loss when it is called again with the same output, except for rounding
-        (a GPU kernel may add in a different order). Also returns True without a loss, or if the loss is NaN."""
+        (a GPU kernel may add in a different order). Also returns True if there is no loss, or if the loss is NaN."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         if once is None or again is None or math.isnan(once.value):
