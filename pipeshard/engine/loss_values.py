@@ -76,7 +76,7 @@ def fillers_of(leaf: Tensor) -> list[int]:
 
 
 def ranges_of(batch: Batch, paths: Collection[str], is_known: bool) -> dict[str, Range]:
-    """The range of the leaf at each path, unless the leaf is empty or complex. If the loss `is_known` (one of
+    """The range of the leaf at each path. Empty and complex leaves are omitted. If the loss `is_known` (one of
     transformers' own), ranges of floating-point leaves are omitted."""
     ranges: dict[str, Range] = {}
     for path in sorted(paths):

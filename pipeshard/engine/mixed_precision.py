@@ -89,8 +89,8 @@ class MasterWeight:
         is_due: whether a write was copied between the parameter and `master`, but not yet sent to the other replicas.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
-        loaded_as: the dtype of the weight in the model or adapter checkpoint that was loaded last, or None if no
-        checkpoint was loaded since boost or since the optimizer's last update of the weight.
+        loaded_as: the dtype of the weight in the model or adapter checkpoint that was loaded last. None if no
+        checkpoint was loaded since boost, or if the optimizer has updated the weight since the load.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class MasterWeight:
 
     @property
     def is_double(self) -> bool:
-        """Whether `master` has its own memory. If it has, the optimizer updates `master`, and the model computes with
+        """Whether `master` has its own memory. If it does, the optimizer updates `master`, and the model computes with
         the parameter."""
         return self.master.dtype != self.parameter.dtype
 
@@ -188,7 +188,7 @@ class MasterWeight:
 
     @torch.no_grad()
     def take_value(self) -> None:
-        """Copy the values of `master` to the parameter, unless both share memory."""
+        """Copy the values of `master` to the parameter, unless the two share memory."""
         if self.is_double:
             local(self.parameter).copy_(self.master)
 
@@ -224,8 +224,8 @@ class MasterWeight:
         self.set_part(self.master.detach().to(computed_in(self.parameter)))
 
     def blank(self) -> None:
-        """Fill the fp32 master weight, which is not loaded yet, with NaN, since its memory may contain values of an
-        earlier model."""
+        """Fill the fp32 master weight with NaN until it is loaded, since its memory may contain values of an earlier
+        model."""
         if self.is_precise:
             self.master.data.fill_(math.nan)
 
