@@ -29,7 +29,7 @@ class Whole:
 
     Attributes:
         adding: while `backward` is running, the Wholes whose models accumulate gradients, in the same order on all
-            replicas. `backward` was called on the first of them, whose loss scale applies to all.
+            replicas. `backward` was called on the first Whole in the list, whose loss scale applies to all of them.
     """
 
     adding: ClassVar[list["Whole"]] = []
@@ -72,8 +72,9 @@ class Whole:
 
     @together_in("booster.backward")
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of the unweighted mean of the replicas' losses, in this model and in other boosted
-        models on whose outputs the loss depends (such as the critic of a GAN)."""
+        """Accumulate the gradients of a loss in this model, and in other boosted models on whose outputs the loss
+        depends (such as the critic of a GAN). The gradients are those of the unweighted mean of the replicas'
+        losses."""
         pipeline = self.pipeline
         if pipeline.gradients.copies.zero:
             pipeline.gradients.copies.refuse_differing()
@@ -204,7 +205,7 @@ class PipelineModel(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's training mode, which train() and eval() change, but boost does not."""
+        """The model's training mode. train() and eval() change this mode, but boost does not."""
         module = self._modules.get("module")
         return module is None or module.training
 
@@ -258,8 +259,8 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including gradients accumulated under `no_sync`, which with fsdp are not in `.grad`
-        yet."""
+        """Clear the gradients, including gradients accumulated under `no_sync` (with fsdp, such gradients are not in
+        `.grad` yet)."""
         self.pipeline.sync.reset(self.pipeline.held_parameters().keys())
         self.pipeline.gradients.updates.cleared(None, set_to_none)
         self.module.zero_grad(set_to_none)

@@ -1,7 +1,7 @@
 """Offload: keeps a stage's activations in host memory between a forward and its backward.
 
 torch's saved-tensor hooks receive every tensor that autograd saves. Offload copies the tensor's storage to the host,
-once for all of its views. While another action computes, Offload copies the storage back for the next backward.
+once for all views of the storage. While another action computes, Offload copies the storage back for the next backward.
 """
 
 import weakref
@@ -112,7 +112,7 @@ class SavedTensor:
 
     def argument(self) -> Tensor:
         """Return the saved tensor as an argument of a recomputed unit. The argument requires a gradient if the original
-        tensor did."""
+        tensor required one."""
         value = self.tensor()
         return value.requires_grad_().view_as(value) if self.requires_grad else value
 
@@ -130,9 +130,12 @@ class Seen:
 class Offload:
     """Offloads the activations of a rank's stages, except the activations of the running action and of the next B or W.
 
-    The following are not offloaded: weights and buffers, casts of weights that microbatches share, small tensors,
-    tensors on other devices, sparse tensors, tensor subclasses other than DTensor, lazily conjugated or negated
-    tensors, and storages that another microbatch or stage has already saved (copying would not free these storages).
+    The following are not offloaded:
+
+    - weights and buffers, and casts of weights that microbatches share;
+    - small tensors, and tensors on other devices;
+    - sparse tensors, tensor subclasses other than DTensor, and lazily conjugated or negated tensors;
+    - storages that another microbatch or stage has already saved (copying would not free these storages).
     """
 
     def __init__(self, transfer: CudaTransfer, device: torch.device) -> None:
@@ -153,8 +156,9 @@ class Offload:
 
     @contextmanager
     def saving(self, i: int, stage: int) -> Iterator[MoveAway | None]:
-        """Context manager for the F of microbatch i on a stage. Yields a function that saves an argument of a
-        recomputed unit and returns a function that restores it, or None if the activations stay on the device."""
+        """Context manager for the F of microbatch i on a stage. Yields None if the activations stay on the device.
+        Otherwise, yields a function that saves an argument of a recomputed unit. This function returns another
+        function, which restores the argument."""
         action = Action(Kind.F, i, stage)
         self.load(action)
         if self._stays(action):
