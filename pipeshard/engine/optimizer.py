@@ -1,10 +1,10 @@
-"""Pipeline optimizer: the user's optimizer for this rank's parameters. With ZeRO, replicas shard its state.
+"""Pipeline optimizer: the user's optimizer for this rank's parameters. With ZeRO, the replicas shard its state.
 
 PipelineOptimizer wraps the user's optimizer object, since LR schedulers reference this object, and any subclass of
 torch.optim.Optimizer must work. PipelineOptimizer replaces the parameters in the groups with this rank's master
-weights. With ZeRO, one of a stage's replicas owns each weight (engine/zero.py). The owner keeps the optimizer state,
-and broadcasts the updated values to the other replicas. torch's ZeroRedundancyOptimizer is not used, since it creates
-new optimizers, and only for a single process group.
+weights. With ZeRO, each weight has one owner among the stage's replicas (engine/zero.py). The owner keeps the optimizer
+state, and broadcasts the updated values to the other replicas. torch's ZeroRedundancyOptimizer is not used, since it
+creates new optimizers, and only for a single process group.
 """
 
 import weakref
@@ -51,8 +51,8 @@ class PipelineOptimizer(Optimizer):
     hooks) are delegated to `optim`.
 
     Before a step, the `gradients` of the whole model are clipped and unscaled. With a loss scale, all ranks skip the
-    step if a gradient on any rank is not finite. With `zero`, one replica updates each weight and broadcasts it to the
-    other replicas.
+    step if a gradient on any rank is not finite. With `zero`, each weight is updated by only one replica, which
+    broadcasts the weight to the other replicas.
 
     Attributes:
         names: maps each tensor that `optim` updates on this rank to the name of its parameter in the model.
@@ -60,7 +60,8 @@ class PipelineOptimizer(Optimizer):
             replicas update.
         given: for each group, the names of all parameters that the user passed on any rank.
         options: for each group, the names of its options when it was added.
-        copies: makes the model's parameters and the updated tensors equal again after a loop has written to either.
+        copies: makes the model's parameters and the updated tensors equal again after a loop has written to one of
+        them.
     """
 
     _is_made = False  # whether __init__ has set all of this object's own attributes
@@ -227,7 +228,7 @@ class PipelineOptimizer(Optimizer):
             raise
 
     def _narrow(self) -> None:
-        """Keep in the groups only the parameters that this rank updates, each replaced with the `master` of its
+        """In the groups, keep only the parameters that this rank updates, each replaced with the `master` of its
         MasterWeight. Empty groups remain, since schedulers identify a group by its position."""
         fresh = self._fresh()
         if not fresh and len(self.optim.param_groups) <= len(self.given):
@@ -303,7 +304,8 @@ class PipelineOptimizer(Optimizer):
 
     def _fresh(self) -> dict[Tensor, str]:
         """Return the parameters, with their names, that were added to the groups since the last `_narrow`. Raises
-        ConfigurationError for a parameter that is not in the model, and UsageError for one from an earlier boost."""
+        ConfigurationError for a parameter that is not in the model, and UsageError for a parameter from an earlier
+        boost."""
         names: dict[Tensor, str] = {}
         for k, group in enumerate(self.optim.param_groups):
             for parameter in group["params"]:
@@ -338,7 +340,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _shares(self) -> bool:
-        """Whether a step clips or unscales gradients, or shares updates, in addition to the inner optimizer's step."""
+        """Whether a step does more than the inner optimizer's step: clips or unscales gradients, or shares updates."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
     @property
@@ -508,7 +510,8 @@ class PipelineOptimizer(Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Clip the gradients by their norm over the whole model, and return that norm. Call it on every rank."""
+        """Clip the gradients by their norm over the whole model, and return the norm before clipping. Call it on every
+        rank."""
         with self.gradients.coupling.paused():
             self.gradients.complete()
             self.gradients.updates.judge()
