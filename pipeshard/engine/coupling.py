@@ -135,8 +135,8 @@ class Coupling:
 
     @contextmanager
     def _reads_suspended(self) -> Iterator[None]:
-        """Context manager in which the loop's earlier reads do not count. On exit, the reads made inside are
-        forgotten."""
+        """Context manager in which the loop's earlier reads do not count. On exit, the reads made inside the context
+        are forgotten."""
         before = self._read, self._has_read
         self._read, self._has_read = set(), False
         try:
@@ -291,7 +291,8 @@ class Coupling:
             self._set(tensor, (self._of([tensor]) if keeps else NO_LOOP_TAGS) | tags | drawn)
 
     def _is_number(self, value: Any) -> bool:
-        """Whether `value` is a Python float, or the untagged CPU scalar into which torch converts such a float."""
+        """Whether `value` is a Python float, or an untagged 0-d CPU tensor, such as torch creates from a Python
+        float."""
         if isinstance(value, Tensor):
             is_single = value.ndim == 0 and value.is_floating_point() and value.device.type == "cpu"
             return is_single and not self._of([value])

@@ -78,9 +78,9 @@ def beside_glue(
     """Context manager that temporarily moves the criterion's tensors (such as class weights) from this rank's `device`
     to the device `of_glue`. Yields whether it has moved any tensor.
 
-    A step calls the criterion on `device`, but boost traces the model before it moves the model. Use this context only
-    after a trace has failed: a criterion that moves the model's output to the device of its own tensors does not need
-    this context, and a criterion's tensors may include a large teacher model.
+    A step calls the criterion on `device`, but boost traces the model before it moves the model to this device. Use
+    this context only after a trace has failed: a criterion that moves the model's output to the device of its own
+    tensors does not need this context, and a criterion's tensors may include a large teacher model.
     """
     held = Snapshot({"the criterion": criterion}, without=(model,)).tensors if device != of_glue else ()
     moved = {tensor: tensor.data for *_, tensor, _ in held if tensor.device == device and not is_released(tensor)}
