@@ -348,7 +348,8 @@ class Pipeline:
 
     @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:
-        """Sum the gradients accumulated under `no_sync` over the ranks that hold each parameter."""
+        """Complete the gradients that were accumulated under `no_sync`: sum each gradient over the ranks that hold the
+        parameter."""
         with self.gradients.coupling.paused():
             self.gradients.complete()
 

@@ -98,7 +98,7 @@ def reduction_buckets(
     """Sort this rank's `parameters` into buckets. Call it on every rank of the world, since it creates process groups.
 
     `axes(name)` returns the mesh axes along which a parameter's gradient is summed, in addition to the stage axis. All
-    slices of a stage compute the same gradients of the parameters in `copied`. Only slice 0 contributes these
+    slices of a stage compute the same gradients of the parameters in `copied`, so only slice 0 contributes these
     gradients.
     """
     keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name)), name in copied) for name in parameters}
