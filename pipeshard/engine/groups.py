@@ -31,8 +31,9 @@ def options_per_parameter(optim: Optimizer) -> set[str]:
 
 
 def is_compared(key: str, group: Mapping[str, Any]) -> bool:
-    """Whether an option of a group must be the same on all ranks. Adafactor(relative_step=True) ignores `lr`, to which
-    AdafactorSchedule writes the learning rate of the group's first parameter, so this `lr` is not compared."""
+    """Whether an option of a group must be the same on all ranks. The `lr` of Adafactor(relative_step=True) is not
+    compared: Adafactor ignores this `lr`, and AdafactorSchedule overwrites it with the learning rate of the group's
+    first parameter."""
     return key not in UNCOMPARED and not (key == "lr" and group.get("relative_step"))
 
 

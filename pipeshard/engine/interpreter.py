@@ -88,8 +88,8 @@ class Interpreter:
         self.timeline.done()
 
     def _take(self, action: Action) -> list[Tensor]:
-        """The input tensors of a compute action, from another rank or from the adjacent stage on this rank. The list is
-        empty for a forward of the first stage and for a backward of the last stage."""
+        """The input tensors of a compute action, received from another rank or taken from the adjacent stage on this
+        rank. The list is empty for a forward of the first stage and for a backward of the last stage."""
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:
