@@ -189,7 +189,7 @@ class LossShares:
         return float(count) or None if can_be_asked else None
 
     def _total(self, count: float, rule: LossRule) -> float:
-        """The sum of a count over the replicas. Raises BatchError if a replica uses a different rule."""
+        """The sum of a count over the replicas. Raises BatchError if the replicas do not all use the same rule."""
         if self.replicas is None:
             return count
         code = zlib.crc32(repr(rule).encode())

@@ -43,7 +43,7 @@ class LossState:
         self._kinds: tuple[Hashable, ...] = ()
 
     def look(self) -> tuple[Hashable, ...]:
-        """The kinds of these tensors, computed again if the user has changed a tensor."""
+        """The kinds of the tensors that LossState tracks, computed again if the user has changed a tensor."""
         versions = self._look()
         if self._versions is None or not _is_same(versions, self._versions):
             self._versions, self._kinds = versions, tuple(kind_of_tensor(tensor) for tensor, _ in versions)
