@@ -201,8 +201,8 @@ def is_marked(values: Tensor) -> bool:
 
 
 def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -> Tensor:
-    """`count` values of the pool. If the pool has more than `count` values, but at most SPAN, successive draws cycle
-    through the whole pool."""
+    """Choose `count` values from the pool. If the pool has more than `count` values, but at most SPAN, successive draws
+    cycle through the whole pool."""
     if count < len(pool) <= SPAN:
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))
         return pool[order[(torch.arange(count) + number * count) % len(pool)]]
@@ -458,7 +458,7 @@ class LossTrial:
             return self.glue.run(typed, flow, deltas, result, self.running, times, by)
 
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
-        """The Dataflow of these samples, and the differences of their sizes from the traced sizes."""
+        """The Dataflow of the samples `rows`, and the differences between their sizes and the traced sizes."""
         if rows not in self._flows:
             part = self.samples.take(torch.tensor(rows))
             flow, deltas = self.flow, self.flow.axes.deltas(part)

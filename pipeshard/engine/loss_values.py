@@ -26,7 +26,7 @@ SHARE = 0.4  # share of the entries that a draw replaces with marks
 
 class Range(NamedTuple):
     """Bounds of the values in a leaf, and whether the leaf contains a NaN. `fillers` are values that may mark missing
-    entries in a leaf of many classes."""
+    entries in a leaf with many classes."""
 
     low: float
     high: float
@@ -149,7 +149,7 @@ class Values:
 
 
 def _extremes(leaf: Tensor) -> tuple[float, float]:
-    """The lowest and the highest value. Both are NaN if any value is NaN, and 0 if the leaf is empty."""
+    """The lowest and the highest value of the leaf. Both are NaN if any value is NaN, and 0 if the leaf is empty."""
     if not leaf.numel():
         return 0.0, 0.0
     low, high = leaf.aminmax()
