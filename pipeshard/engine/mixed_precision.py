@@ -199,7 +199,7 @@ class MasterWeight:
 
     @torch.no_grad()
     def load(self, value: Tensor) -> bool | None:
-        """Load this rank's shard of the full tensor `value` of a checkpoint. The current fp32 master weight is kept if
+        """Load this rank's shard of `value`, a full tensor from a checkpoint. The current fp32 master weight is kept if
         it rounds to this shard, since it may have been loaded with the checkpoint's optimizer state. Returns whether
         the fp32 master weight was kept. Returns None if there is nothing to compare, because the model computes in the
         dtype of `master`, or because the checkpoint contains fp32 values (saved with fsdp)."""

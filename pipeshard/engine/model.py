@@ -182,8 +182,8 @@ def _itself(module: nn.Module) -> nn.Module:
 class PipelineModel(nn.Module):
     """A boosted model. `unwrap()` returns the original model, reduced to this rank's stages.
 
-    Attributes and methods are delegated to the model. An attribute that is set on this object is set on the model, so
-    that the model's forward can read it.
+    Attributes and methods are delegated to the model. Setting an attribute on this object sets it on the model, so that
+    the model's forward can read it.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
