@@ -1,4 +1,4 @@
-"""Norm guard: raises UsageError if torch clips incomplete, sharded or scaled gradients, or computes their norm.
+"""Norm guard: raises UsageError if torch would clip incomplete, sharded or scaled gradients, or compute their norm.
 
 With a split model, `torch.nn.utils.clip_grad_norm_` would clip each stage's gradients by the norm of that stage alone.
 While a boosted model is alive, the guard patches torch's functions in place, so it also works if a loop, a hook or a

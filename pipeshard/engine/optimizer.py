@@ -47,8 +47,8 @@ _newest: weakref.WeakKeyDictionary[Optimizer, "weakref.ref[PipelineOptimizer]"] 
 class PipelineOptimizer(Optimizer):
     """Restricts the groups of `optim`, including groups that are added later, to the parameters that this rank trains.
 
-    This class is a subclass of Optimizer, since LR schedulers require one. Attributes that it does not define (such as
-    hooks) are delegated to `optim`.
+    This class subclasses Optimizer, since LR schedulers require an Optimizer. Attributes that this class does not
+    define (such as hooks) are delegated to `optim`.
 
     Before a step, the `gradients` of the whole model are clipped and unscaled. With a loss scale, all ranks skip the
     step if a gradient on any rank is not finite. With `zero`, each weight is updated by only one replica, which
@@ -253,8 +253,8 @@ class PipelineOptimizer(Optimizer):
         self._replace(updated, fresh.keys() - updated.keys())
 
     def _replace(self, became: Mapping[Tensor, MasterWeight], left: Collection[Tensor] = ()) -> None:
-        """Replace tensors in the groups with the `master` of a MasterWeight, together with their options and their
-        state, and remove the tensors in `left`."""
+        """In the groups, replace each tensor in `became` with the `master` of its MasterWeight, and remove the tensors
+        in `left`. Move the options and the state of each replaced tensor to `master`."""
         move_overrides(self.optim, {before: weight.master for before, weight in became.items()})
         for group in self.optim.param_groups:
             keep(group, [k for k, p in enumerate(group["params"]) if p not in left])
@@ -283,8 +283,8 @@ class PipelineOptimizer(Optimizer):
 
     def gather_groups(self) -> None:
         """Add to `given` the names that other ranks passed. If a loop selects parameters of a boosted model by
-        `requires_grad`, each rank passes only its own parameters. Groups with the same index are one group if their
-        options are the same. Call it on all ranks."""
+        `requires_grad`, each rank passes only its own parameters. Groups with the same index on different ranks count
+        as one group if their options are the same. Call it on all ranks."""
         groups = zip(self.optim.param_groups, self.given, self.options)
         own = [(options_of(group, keys), sorted(names)) for group, names, keys in groups]
         of_ranks = gather_objects(own, self.grid.world)
@@ -531,9 +531,9 @@ class PipelineOptimizer(Optimizer):
             self.gradients.added()
 
     def get_grad_norm(self, norm_type: float | str = 2.0, **kwargs: Any) -> float:
-        """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
-        clipping. If neither has computed this norm, compute the norm of the current gradients. In this case, every rank
-        must call this method."""
+        """Return the whole model's gradient norm before clipping, as the last `step` or `clip_grad_by_norm` computed
+        it. If neither has computed this norm, compute the norm of the current gradients. In this case, every rank must
+        call this method."""
         order = order_of(norm_type)
         if self.gradients.norm is not None and self.gradients.norm_type == order:
             return float(self.gradients.norm)
