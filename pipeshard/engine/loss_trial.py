@@ -293,9 +293,9 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """Measure the loss of `batch`, and the loss's gradients with respect to `by`. Returns None if there is no loss.
-        `result(key, spec)` returns a leaf of a unit's result. Only the calls in `running` run their units. The
-        criterion is called `times` times. The state of the model, the criterion and the generators is restored
+        """Measure the loss of `batch`, and the loss's gradients with respect to `by`. Returns None if no loss was
+        computed. `result(key, spec)` returns a leaf of a unit's result. Only the calls in `running` run their units.
+        The criterion is called `times` times. The state of the model, the criterion and the generators is restored
         afterwards."""
         calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)
 
@@ -434,7 +434,8 @@ class LossTrial:
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
         """Whether the criterion returns the same loss when it is called again with the same output, except for rounding
-        (a GPU kernel may add in a different order). Also returns True if there is no loss, or if the loss is NaN."""
+        (a GPU kernel may add in a different order). Also returns True if no loss was computed, or if the loss is
+        NaN."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         if once is None or again is None or math.isnan(once.value):
