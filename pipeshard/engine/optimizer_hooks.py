@@ -12,7 +12,7 @@ from pipeshard.garbage import weak
 
 def give_hooks(optim: Optimizer) -> None:
     """Make an optimizer's step call its hooks, even if its constructor does not call Optimizer.__init__. Many classes
-    that wrap another optimizer, such as Lookahead, do not call it."""
+    that wrap another optimizer, such as Lookahead, do not call Optimizer.__init__."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if not isinstance(hooks := getattr(optim, name, {}), OrderedDict):
             setattr(optim, name, OrderedDict(hooks))

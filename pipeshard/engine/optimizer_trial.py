@@ -1,11 +1,11 @@
 """Optimizer trial: tests whether an optimizer updates parts of a model the same way as the whole model.
 
-An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
-compute different updates on every stage. For the optimizers of torch, bitsandbytes and torchao, the result is known
-without a trial. The trial runs any other optimizer on tiny parameters, once on all of these parameters and once on each
-half, and compares the updates. Since an optimizer may begin to couple parameters later, some of its updates in training
-are watched (engine/coupling.py). An optimizer that calls a collective of all ranks in the trial is refused, since each
-rank updates different parameters in a step.
+If an optimizer couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters), each stage would
+silently compute updates that differ from the updates of the whole model. For the optimizers of torch, bitsandbytes and
+torchao, the result is known without a trial. The trial runs any other optimizer on tiny parameters, once on all of
+these parameters and once on each half, and compares the updates. An optimizer may begin to couple parameters later, so
+engine/coupling.py watches some of its updates in training. pipeshard refuses an optimizer that calls a collective of
+all ranks in the trial, since each rank updates its own parameters in a step.
 """
 
 import copy
@@ -48,8 +48,7 @@ UNWATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
-    """Raise ConfigurationError for an optimizer that would update parts of the model and the whole model
-    differently."""
+    """Raise ConfigurationError if the optimizer would update parts of the model differently than the whole model."""
     name = type(optimizer).__name__
     if not config.lowers and rounds_at_random(optimizer) and grid.size > 1:
         raise ConfigurationError(
@@ -126,7 +125,7 @@ def never_couples(optimizer: Optimizer) -> bool:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Whether some of the optimizer's steps are watched, since it may begin to couple parameters."""
+    """Whether to watch some of the optimizer's steps, in case the optimizer begins to couple parameters."""
     return not never_couples(optimizer) and optimizer not in UNWATCHED
 
 
@@ -139,8 +138,9 @@ def rounds_at_random(optimizer: Optimizer) -> bool:
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
     """Whether an optimizer from the KNOWN modules needs unsharded parameters, as some optimizers of bitsandbytes and
-    torchao do. With 8 bits or less, a block of state values (256 in bitsandbytes) shares one scale. With `max_unorm`,
-    updates depend on norms. AdEMAMix stores two states in one tensor, which a checkpoint cannot divide into shards."""
+    torchao do. In states with at most 8 bits, each block of values (256 in bitsandbytes) shares one scale. With
+    `max_unorm`, updates depend on norms of whole parameters. AdEMAMix stores two states in one tensor, which a
+    checkpoint cannot divide into shards."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     of_torchao: float = getattr(optimizer, "block_size", math.inf)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8 or of_torchao < math.inf
@@ -151,7 +151,7 @@ def looks_at_whole(optimizer: Optimizer) -> bool:
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool, mode: AbstractContextManager[Any] | None = None) -> float:
     """Compare the updates of one optimizer with the updates of two optimizers that each have half of its parameters
     (with `sliced`, half of the rows of each parameter). Return the largest difference, relative to the largest update
-    of the same step. The optimizer's own methods are tested in addition to `step`, which runs in `mode`."""
+    of the same step. Also compare the updates of the optimizer's own methods. `step` runs in `mode`."""
     mode = mode or nullcontext()
     first, of_kinds = (_tiny(optimizer, sliced, FEW, by_kind) for by_kind in (False, True))
     starts = [first] if [*first] == [*of_kinds] else [first, of_kinds]  # the order determines the halves
@@ -218,8 +218,8 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
 
 def _tiny(optimizer: Optimizer, sliced: bool, few: int | None, by_kind: bool) -> dict[Index, Tensor]:
     """Return small random tensors for the first `few` parameters of each group (None: all) or, with `by_kind`, of each
-    kind in each group. With `sliced`, only parameters with several rows are included. Tensors of one kind follow each
-    other, so that each half contains some of them."""
+    kind in each group. With `sliced`, only parameters with several rows are included. Tensors of one kind are adjacent,
+    so that each half contains some of them."""
     kinds: dict[tuple[Any, ...], dict[Index, list[int]]] = {}
     for k, group in enumerate(optimizer.param_groups):
         counts = Counter[tuple[Any, ...]]()
@@ -254,7 +254,7 @@ def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Index, Tensor]
 def _called(
     optimizer: Optimizer, model: nn.Module, values: dict[Index, Tensor], methods: Sequence[str]
 ) -> dict[Index, Tensor]:
-    """Call these methods of a copy of the optimizer in order, each with new gradients, and return the change of each
+    """Call these methods on a copy of the optimizer in order, each with new gradients, and return the change of each
     parameter in each call."""
 
     def call(trial: Any, _: Closure, name: str) -> None:
@@ -271,12 +271,12 @@ def _moves(
     values: dict[Index, Tensor],
     calls: Iterable[tuple[int, Callable[[Any, Closure], object]]],
 ) -> dict[Index, Tensor]:
-    """Call functions with a copy of the optimizer and a closure. Set new gradients before each call, and return the
+    """Pass a copy of the optimizer and a closure to each function. Set new gradients before each call, and return the
     change of each parameter in each call. `calls` contains the functions, each with the number that determines its
     gradients.
 
     The magnitude of a gradient depends on this number and on the parameter. If all gradients had the same magnitude, an
-    estimate over all parameters (Prodigy's) would equal the estimate over half of them.
+    estimate over all parameters (as in Prodigy) would equal the estimate over half of the parameters.
     """
     parameters: dict[Index, nn.Parameter] = {}
     for (k, j), value in values.items():
@@ -342,15 +342,16 @@ def set_training(optimizer: Any) -> None:
 
 
 def _speed_up(group: dict[str, Any]) -> None:
-    """Replace a learning rate near 0, at which updates cannot be compared. A warm-up may begin with 0."""
+    """Replace a learning rate near 0, at which updates cannot be compared. A warm-up may begin with a learning rate of
+    0."""
     rate = group.get("lr")
     if isinstance(rate, Tensor | int | float) and torch.as_tensor(abs(rate)).max() < SLOWEST:
         group["lr"] = 0 * rate + USUAL_RATE
 
 
 def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
-    """Convert a state value or attribute of the parameter `original` for the parameter `tried`. A tensor of the shape
-    of `original` becomes a tensor of ones, since `tried` may be any slice of `original`."""
+    """Convert a state value or attribute of the parameter `original` for the parameter `tried`. A tensor with the shape
+    of `original` is replaced with ones in the shape of `tried`, which may be any slice of `original`."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value) if isinstance(value, list | dict) else value
     return torch.ones_like(tried, dtype=value.dtype) if value.shape == original.shape else _corner(value)
