@@ -89,8 +89,9 @@ class Outputs:
 
     def check(self, flow: Dataflow, batch: Batch, is_cut: bool, is_split: bool) -> None:
         """Raise UsageError, on every rank, if the model's output lacks a requested field or the requested loss. Also
-        raise UsageError if the outputs of a model that is split into stages (`is_split`), or of a `batch` that is split
-        into microbatches (`is_cut`), cannot be collected or merged."""
+        raise UsageError if the outputs cannot be collected from the stages or microbatches, or cannot be merged.
+        `is_split` is whether the model is split into stages, and `is_cut` is whether `batch` is split into
+        microbatches."""
         if self.each_loss and flow.loss is None:
             raise UsageError(
                 "return_outputs='loss' requests a loss, but this batch has none: add labels to the batch, or pass a "
@@ -145,8 +146,8 @@ class Outputs:
         return not isinstance(self.needed, frozenset) or field_of(path) in self.needed
 
     def keep(self, output: Any, loss: Tensor | None, batch: Batch) -> None:
-        """Keep the requested fields or the loss of one microbatch's output, detached, or call the requested function
-        on the output and keep the result."""
+        """Keep the requested fields of one microbatch's output, or its loss, detached. If a function was requested,
+        call it on the output and keep the result instead."""
         self._batches.append(batch)
         if self.function is not None:
             self._call(self.function, output, batch)
@@ -202,8 +203,8 @@ class Outputs:
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
         """Merge the microbatches' outputs into one output of the same class: concatenate tensors along their batch
         dimension, and replace the loss with the batch's `loss`. Numbers, strings, and tensors without a batch dimension
-        must be the same in all microbatches. Other objects are taken from the first microbatch. Raises UsageError for
-        numpy arrays of several microbatches."""
+        must be the same in all microbatches. Other objects are taken from the first microbatch. Raises UsageError if
+        numpy arrays would have to be merged."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         is_whole = len(self._batches) == 1 and self._batches[0].selection is None
@@ -259,9 +260,10 @@ class Outputs:
         return whole
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
-        """Return the batch dimension of an output that was traced at only one size: a dimension whose sizes are the
-        microbatches' numbers of samples. If several dimensions fit, prefer one that is also the batch dimension of an
-        input. If none fits, return 0. Raises UsageError if several dimensions fit microbatches of different sizes."""
+        """Return the batch dimension of an output that was traced at only one size: a dimension whose size in each
+        microbatch is the microbatch's number of samples. If several dimensions fit, prefer one that is also the batch
+        dimension of an input. If none fits, return 0. Raises UsageError if several dimensions fit and the microbatches
+        have different numbers of samples."""
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]
         if len(fitting) > 1 and len(set(rows)) > 1:
@@ -285,9 +287,9 @@ def _spans(
     name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, selections: Sequence[Selection]
 ) -> dict[int, list[LeafSpan]]:
     """Map each sequence dimension of an output to the LeafSpans of the microbatches. In the trace, a sequence dimension
-    grows with the number of positions (if the trace has varied this number). In every microbatch, its size is the
-    number of positions, possibly minus a constant (next-token losses have fewer entries). Raises UsageError for any
-    other dimension that grows in the trace or differs between microbatches."""
+    grows with the number of positions (if the trace has varied this number). In every microbatch, the size of a
+    sequence dimension is the number of positions, possibly minus a constant (next-token losses have fewer entries).
+    Raises UsageError for any other dimension that grows in the trace or differs between microbatches."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}

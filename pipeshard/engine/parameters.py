@@ -26,11 +26,11 @@ logger = logging.getLogger("pipeshard")
 class HeldParameters:
     """Broadcasts, casts and shards the parameters that this rank holds. Create it on all ranks.
 
-    One holder of a parameter broadcasts the values to the other holders. Then the parameters are cast to 16 bits if
-    `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
+    For each parameter, one holder broadcasts the values to the other holders. Then the parameters are cast to 16 bits
+    if `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
     replicas. Sharding may replace parameters. `kind` is the class of the MasterWeights. For unsharded parameters, all
-    slices of a stage use the first slice's gradients. The slices' own gradients would differ on devices whose kernels
-    are not deterministic, such as the backward pass of attention on GPUs.
+    slices of a stage use the first slice's gradients. The slices' own gradients would differ from each other if kernels
+    are not deterministic, as in the backward pass of attention on GPUs.
 
     Attributes:
         held: the current parameters, by name (tied parameters: by their first name).
@@ -86,7 +86,8 @@ class HeldParameters:
 
     def refuse_cast(self) -> None:
         """Raise UsageError if a parameter has been cast since boost (`model.half()`). Traces contain the earlier
-        dtypes, and an fp32 master weight is recognized by its dtype. A quantized (integer) parameter is allowed."""
+        dtypes, and an fp32 master weight is recognized by its dtype. A change to an integer dtype (quantization) is
+        allowed."""
         for name, parameter in self.held.items():
             if parameter.dtype is not self.dtypes[name] and parameter.is_floating_point():
                 raise UsageError(
@@ -140,11 +141,11 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters that FSDP shards: the parameters of held units, except parameters that glue reads, that have
-        no dimensions, that keep their own precision, or whose number of rows tp_size does not divide. FSDP and DTensor
-        shard uneven slices differently, so the shards could not be loaded or saved. Without a cast, trained parameters
-        whose dtype is not the most frequent in their unit are also excluded, since FSDP reduces gradients of only one
-        dtype per unit."""
+        """The parameters that FSDP shards: the parameters of held units, except parameters that glue reads, parameters
+        without dimensions, parameters that keep their own precision, and parameters of `plan` whose number of rows is
+        not divisible by tp_size. FSDP and DTensor shard uneven slices differently, so the shards could not be loaded or
+        saved. Without a cast, trained parameters whose dtype is not the most frequent in their unit are also excluded,
+        since FSDP reduces gradients of only one dtype per unit."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for name in glue_parameters(self.policy.flow) | self.kept}
         named = self.model.named_parameters(remove_duplicate=False)
@@ -159,8 +160,8 @@ class HeldParameters:
         return {p for unit in self.units.values() for p in unit.parameters() if p.ndim} - apart
 
     def _in_fp32(self, sharded: set[torch.Tensor]) -> set[torch.Tensor]:
-        """Cast trained parameters to fp32. Their shards are fp32 master weights, which FSDP casts to 16 bits as it
-        gathers them. Returns the frozen 16-bit parameters, which are not cast."""
+        """Cast trained parameters to fp32. The shards of these parameters are fp32 master weights, which FSDP casts to
+        16 bits when it gathers them. Returns the frozen 16-bit parameters, which are not cast."""
         for parameter in sharded:
             if parameter.requires_grad:
                 parameter.data, parameter.grad = parameter.data.float(), None
