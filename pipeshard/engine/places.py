@@ -1,4 +1,4 @@
-"""Places: the locations of modules and parameters in a model when it was boosted."""
+"""Places: the locations of a model's modules and parameters at boost."""
 
 from collections.abc import Mapping
 from typing import Any

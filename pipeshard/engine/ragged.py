@@ -2,7 +2,8 @@
 
 A position is padding if its attention mask is 0 and its labels are ignored. Without a mask, the positions after the
 last label are padding in the decoder of an encoder-decoder model. Padding is removed from every tensor that has these
-positions. Sums over valid labels and masked attention do not depend on padding. The proof at boost checks this.
+positions. Sums over valid labels and masked attention do not depend on padding. The proof at boost checks that the
+model's loss does not depend on padding.
 """
 
 import math
@@ -43,8 +44,8 @@ CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
 class SidePositions(NamedTuple):
-    """The positions of a batch's encoder inputs (or its only inputs), or of its decoder inputs. `total` is the number
-    of positions, including padding. Sample k needs the first `lengths[k]` positions."""
+    """The positions of one side of a batch: of the encoder's inputs (or the only inputs), or of the decoder's inputs.
+    `total` is the number of positions, including padding. Sample k needs the first `lengths[k]` positions."""
 
     total: int
     lengths: tuple[int, ...]
@@ -89,8 +90,8 @@ class Ragged:
         return TokenCost(fixed * tokens / every if every else 0.0, slope)
 
     def split(self, batch: Batch, config: PipelineConfig) -> list[Batch]:
-        """Split a batch into microbatches of at most `microbatch_tokens` padded tokens or, without this limit, of the
-        number or size that `config` requests.
+        """Split a batch into microbatches of at most `microbatch_tokens` padded tokens. Without this limit, `config`
+        determines the number or size of the microbatches.
 
         Raises BatchError if a sample has more than `microbatch_tokens` tokens, or if the batch has neither token ids
         nor embeddings.
@@ -119,7 +120,8 @@ class Ragged:
         return groups if self.has_short_cooldown else groups[::2] + groups[1::2][::-1]
 
     def _sides(self, batch: Batch) -> dict[str, SidePositions]:
-        """The SidePositions of a batch by name. Raises BatchError if the batch has neither token ids nor embeddings."""
+        """Map the name of each side of a batch to its SidePositions. Raises BatchError if the batch has neither token
+        ids nor embeddings."""
         totals = self._totals(_shapes(batch))
         if ENCODER not in totals:
             raise BatchError(
@@ -188,8 +190,8 @@ class Ragged:
         return DECODER if is_of_decoder(path, self.encoder_decoder) else ENCODER
 
     def _dims(self, path: str, batch: Batch, total: int) -> list[int]:
-        """The sequence dimensions of a leaf: the dimensions whose size was the number of positions of the leaf's side
-        in every batch so far."""
+        """The sequence dimensions of a leaf: the dimensions whose size has equaled the number of positions of the
+        leaf's side in every batch so far."""
         leaf, row_dim = batch.tensors[path], batch.row_dims[batch.paths.index(path)]
         if leaf.ndim < 2 or (media_kind(path) is not None and not is_mask(path)):
             return []
@@ -198,7 +200,7 @@ class Ragged:
         return [dim for dim in dims if (path, dim) not in self._fixed]
 
     def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, SidePositions]) -> Batch:
-        """Return the microbatch of these samples, without the positions at the end that are padding in all of them."""
+        """Return the microbatch of these samples, without the trailing positions that are padding in every sample."""
         spans: dict[str, LeafSpan] = {}
 
         def narrowed(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -214,8 +216,9 @@ class Ragged:
     def padded(self, batch: Batch) -> list[Batch]:
         """Return the batch with padding appended (25 % more positions), so that every microbatch has padding to remove.
         For models that cannot run with more positions, also return a batch in which padding replaces the last 25 % of
-        the positions, unless the batch contains answer positions or nothing marks its padding. In a batch that is
-        padded on the left, the replaced positions are tokens, and may include all labels."""
+        the positions. This second batch is omitted if the batch contains answer positions, or if nothing marks its
+        padding. In a batch that is padded on the left, the replaced positions are tokens, and may include all
+        labels."""
         sides = self._sides(batch)
         sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}
         has_answers = any(path.endswith("_positions") for path in batch.tensors)  # such as start_positions
