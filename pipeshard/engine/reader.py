@@ -64,9 +64,9 @@ def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
 
 class Report(NamedTuple):
     """A rank's report at the beginning of a step. The ranks of a replica must have the same `digest` and `rows`, and
-    all ranks the same `mode`. `has_batch` is 0 if the data iterator yielded no usable batch, `parts` is the number of
-    microbatches, and `seed` is the seed of torch's generator. `news`, `ways`, `options` and `factor` are the fields of
-    the rank's News (`news` is its `bits`)."""
+    all ranks must have the same `mode`. `has_batch` is 0 if the data iterator yielded no usable batch, `parts` is the
+    number of microbatches, and `seed` is the seed of torch's generator. `news`, `ways`, `options` and `factor` are the
+    fields of the rank's News (`news` is its `bits`)."""
 
     has_batch: int
     digest: int
@@ -93,9 +93,9 @@ class News(NamedTuple):
 class Agreement(NamedTuple):
     """The result of comparing all ranks' reports. `seed` is the first rank's seed, which all ranks use for random
     numbers. `parts` contains the number of microbatches of each replica, and `news` is the bitwise OR of all ranks'
-    `news`. `alike` is True if the ranks of each replica have the same ways, and `updated_alike` if the last updates of
-    all ranks had the same options and factors. `repeated` contains the replicas that read the same batches as another
-    replica."""
+    `news`. `alike` is whether the ranks of each replica have the same ways. `updated_alike` is whether the last updates
+    of all ranks had the same options and factors. `repeated` contains the replicas that read the same batches as
+    another replica."""
 
     seed: int
     parts: list[int]
@@ -106,8 +106,8 @@ class Agreement(NamedTuple):
 
 
 def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: News) -> Agreement:
-    """Compare all ranks' reports on this step. Every rank raises BatchError if a rank has no batch, or if batches or
-    modes differ.
+    """Compare all ranks' reports on this step. Every rank raises BatchError if a rank has no batch, if the ranks of a
+    replica have different batches, or if ranks have different modes.
 
     `batches` is an exception if reading failed on this rank. `mode` describes the step (forward only, the requested
     outputs, ...).
@@ -182,7 +182,7 @@ class Reader:
         self, data_iter: Iterator[Any], mode: str, news: Callable[[Sequence[Batch]], News], count: int = 1
     ) -> tuple[list[Batch], Agreement]:
         """Read the next `count` batches, and compare them across ranks. All ranks raise an error if a rank has no
-        batch, or if the batches differ.
+        batch, or if the ranks disagree (see `agree`).
 
         `mode` describes the step, and `news(batches)` returns the News to report to the other ranks.
         """

@@ -83,15 +83,15 @@ class Recording(Timetable):
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """Return text that compares a rank's busy time with the median rank's, if the rank is a straggler (or its stage
-        is too large). Otherwise, return ""."""
+        """If the rank is a straggler (or its stage is too large), return text that compares its busy time with the
+        median rank's. Otherwise, return ""."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""
 
     def metrics(self, prefix: str = "pipeline/") -> dict[str, float]:
-        """Return metrics of the step for an experiment tracker: `wandb.log(recording.metrics())`. Call it on one rank
-        of each replica: the ranks of a replica have the same metrics.
+        """Return metrics of the step for an experiment tracker: `wandb.log(recording.metrics())`. Call it on only one
+        rank of each replica, since all ranks of a replica have the same metrics.
 
         The metrics are the duration of the step in seconds, the measured and simulated bubbles (0 to 1), samples and
         tokens per second, and each rank's busy time in seconds and peak memory in GB (1e9 bytes).
@@ -113,7 +113,7 @@ class Recording(Timetable):
         """Write the recording as JSON for `load`, or with format="perfetto" as a trace for ui.perfetto.dev and
         chrome://tracing.
 
-        Raises ConfigurationError for another format.
+        Raises ConfigurationError for any other format.
         """
         if format not in ("json", "perfetto"):
             raise ConfigurationError(f'format must be "json" or "perfetto", got {format!r}')
@@ -207,7 +207,7 @@ class Recording(Timetable):
 
 
 def _taken(device: torch.device) -> int:
-    """The peak memory so far in bytes, of the GPU or of this process."""
+    """The peak memory so far in bytes, of the GPU or, on a CPU, of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
