@@ -38,9 +38,9 @@ REFUSED_WRAPPERS: dict[type, str] = {
 
 
 def uncompiled(model: nn.Module, warns: bool = True) -> nn.Module:
-    """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, and warn if `warns`.
+    """Undo `torch.compile(model)` or `model.compile()`, and return the uncompiled model. Warn about this if `warns`.
     Raises ConfigurationError for lazy parameters, weights that torchao or bitsandbytes has quantized, flex_attention,
-    synchronized batch norms, accelerate's hooks and modules in other wrappers."""
+    synchronized batch norms, accelerate's hooks, and wrappers such as DistributedDataParallel."""
     compiled = False
     while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
@@ -128,8 +128,8 @@ def differing(config: PipelineConfig, other: PipelineConfig) -> str | None:
 
 
 def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
-    """Raise ConfigurationError if a boosted model is boosted again by a plugin with different arguments, since these
-    arguments would have no effect."""
+    """Raise ConfigurationError if a model that was boosted with `config` is boosted again with a config `other` that
+    differs, since `other` would have no effect."""
     if (name := differing(config, other)) is not None:
         raise ConfigurationError(
             f"this model was boosted with {name}={getattr(config, name)!r}, but the plugin of this call has "
@@ -227,7 +227,7 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module], is_boosted: bool = True) -> None:
-    """Raise an error if a module in `around`, which contains units, recomputes its forward. Raises UsageError if
+    """Raise an error if one of the modules `around`, which contain units, recomputes its forward. Raises UsageError if
     recomputation may have been enabled after boost (`is_boosted`), and ConfigurationError otherwise."""
     whole = next(filter(recomputes, around), None)
     if whole is None:

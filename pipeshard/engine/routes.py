@@ -1,4 +1,4 @@
-"""Routes: a cache of the routes of traced microbatches through the stages of a rank."""
+"""Routes: caches the routes of traced microbatches through a rank's stages."""
 
 import functools
 import logging
@@ -101,5 +101,5 @@ class Routes:
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Log a warning only once per process, since the proof at boost has its own Routes."""
+    """Log a warning only once per process. The proof at boost has its own Routes, which would repeat the warning."""
     logger.warning(text)
