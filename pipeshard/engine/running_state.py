@@ -3,8 +3,8 @@
 Every stage runs the glue once per microbatch, in the order of the microbatches. State that glue updates (counters,
 generators, values computed from the batch) is therefore the same on all stages as in the unsplit model. State computed
 from unit results is correct on the stages that have these results, and only these stages read the state. Other stages
-do not update it. Batch norm is handled separately: with `deferred`, its running statistics are updated once per step,
-from the whole batch.
+do not update this state. Batch norm is handled separately: with `deferred`, its running statistics are updated once per
+step, from the whole batch.
 """
 
 from collections import defaultdict
@@ -76,7 +76,8 @@ class Carry:
             place.put(before)
 
     def end(self) -> None:
-        """Write the final state to each place in the model, from this rank's last stage that has the correct state."""
+        """Write the final state to each place in the model. The last stage of this rank that has the correct state
+        provides it."""
         for name in self.places:
             start = self.start[name]
             held = [self.left[stage][name] for stage in sorted(self.left) if name in self.left[stage]]
@@ -142,13 +143,13 @@ def _statistics(module: BatchNorm) -> list[Tensor]:
 
 
 def _runs_next(replay: Replay) -> bool:
-    """Whether the module that is being called computes, as a unit of the current stage or inside such a unit."""
+    """Whether the current call computes: the called module is a unit of the current stage, or is inside such a unit."""
     run = replay.active
     return run is None or run.inside or all(step.held for step in run.route.steps[run.next : run.next + 1])
 
 
 def _moments(x: Tensor) -> Tensor:
-    """Return the number of values of each channel, and their mean and (biased) variance, in fp64. The mean and the
+    """Return the number, the mean and the (biased) variance of each channel's values, in fp64. The mean and the
     variance are computed in at least fp32, as in torch."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     variance, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)

@@ -1,4 +1,4 @@
-"""Sliced: a stage that runs microbatches slice by slice, and the slices that it runs.
+"""Sliced: a stage that runs microbatches slice by slice, and the slices of a microbatch.
 
     stage 0     F(0,0)  F(0,1)  F(0,2)                          B(0,2)  B(0,1)  B(0,0)
     stage 1             F(0,0)  F(0,1)  F(0,2) head    B(0,2)  B(0,1)  B(0,0)
@@ -104,7 +104,7 @@ class SlicedStage(Stage):
 
     def listener(self, args: Any, kwargs: Any) -> None:
         """A Listener that does nothing. With a listener, calls with a cache are allowed, although their sizes differ
-        from the trace."""
+        from the sizes in the trace."""
 
     @property
     def end_of_loss(self) -> Stage:
