@@ -5,7 +5,7 @@ the operator that computed the NaN, but is slow and reports neither the stage no
 
 A stage runs the model's own forward on every microbatch. Calls of units that other stages hold return the received
 values, or are skipped, so the model's own code computes masks, positions and losses. The inputs of a stage are leaves
-of its autograd graph, and backward starts at its outputs.
+of its autograd graph, and the backward pass starts at the stage's outputs.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,7 +39,7 @@ from pipeshard.split.route import Route
 
 
 class NaNCheck:
-    """Checks that the results and parameters of a stage are finite, and with `gradients` also the gradients. With a
+    """Checks that the results and parameters of a stage are finite. With `gradients`, also checks the gradients. With a
     loss scale, `gradients` is False, since gradients may overflow. `parameters` are the stage's parameters by name.
 
     Every method raises NonFiniteError. The error names the stage, the microbatch (unless an optimizer's step is
@@ -342,8 +342,8 @@ class Stage:
         return loss
 
     def _refuse_foreign(self, loss: Tensor, output: Any, received: Collection[Tensor]) -> None:
-        """Raise ConfigurationError for a criterion that trains its own weights now, but did not in the trace. Only the
-        autograd graph of the criterion itself is searched."""
+        """Raise ConfigurationError for a criterion that trains its own weights now, but did not train them in the
+        trace. Only the autograd graph of the criterion itself is searched."""
         until = tree_tensors(output)
         leaves = leaves_of(loss, until)
         if not leaves:

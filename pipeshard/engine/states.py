@@ -88,8 +88,8 @@ def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> 
 def converted(key: str, value: Any, before: Tensor, weight: MasterWeight, group: Mapping[str, Any]) -> Any:
     """Convert a state value of the tensor `before` for the `master` of `weight`, which replaces this tensor in `group`.
     The value is moved to the device of `master`. A step count on the host stays there, unless the group is fused or
-    capturable (as in torch's load_state_dict). A value of the tensor's shape is cast if it has the tensor's dtype, and
-    sharded if the tensor is unsharded."""
+    capturable (as in torch's load_state_dict). A value with the tensor's shape is cast if it has the tensor's dtype,
+    and sharded if the tensor is unsharded."""
     if not isinstance(value, Tensor):
         return value
     is_like = value.shape == before.shape
