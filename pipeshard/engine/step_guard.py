@@ -2,7 +2,7 @@
 
 Such an optimizer would neither clip by the norm of the whole model, nor unscale gradients, nor update fp32 master
 weights. If the model was boosted without an optimizer, there would be no gradients at all. The guard is a global hook
-that torch calls before the step of any optimizer. It is installed while a boosted model is alive.
+that torch calls before the step of any optimizer. The hook is installed while a boosted model is alive.
 """
 
 import weakref
@@ -20,7 +20,7 @@ from pipeshard.errors import UsageError, listed
 
 
 class StepGuard(Guard):
-    """A Guard that checks each step of each optimizer of this process."""
+    """A Guard that checks each step of each optimizer in this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class StepGuard(Guard):
         self._handle: RemovableHandle | None = None
 
     def watch(self, gradients: ModelGradients) -> None:
-        """From now on, refuse steps on parameters of this model by optimizers that are not boosted."""
+        """From now on, if an optimizer that is not boosted steps on parameters of this model, refuse the step."""
         super().watch(gradients)
         self._unrelated.clear()
 
@@ -63,8 +63,8 @@ STEP_GUARD = StepGuard()
 
 def _check_related(optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients) -> None:
     """Raise UsageError unless the step is allowed. A step inside a boosted optimizer's step is allowed if it updates
-    the same tensors. A step of an optimizer that contains a boosted optimizer, or is contained in one, is allowed if no
-    copy of a parameter is stale afterwards."""
+    the same tensors. An optimizer that contains a boosted optimizer, or is contained in one, may step if no copy of a
+    parameter is stale afterwards."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in gradients.optimizers if other.is_stepping), None):
         for parameter, name in named.items():
@@ -102,8 +102,8 @@ def _contains(outer: Optimizer, wanted: object) -> bool:
 
 
 def contents(container: Any) -> Iterator[Any]:
-    """Yield the values in a list, a dict or an optimizer's attributes, and recursively the values in all lists, dicts
-    and optimizers among them."""
+    """Yield the values in a list, a dict or an optimizer's attributes. If a value is itself a list, a dict or an
+    optimizer, also yield its values, recursively."""
     queue, seen = [container], {id(container)}
     while queue:
         one = queue.pop()

@@ -40,9 +40,9 @@ class Timeline:
     """Records the timeline of each step of one rank: call `begin`, then `turn`, `received` and `done` for each compute
     action, then `end`.
 
-    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. Because of
-    this limit, the host can release sent tensors, and the watchdog can report which action hangs, and whether this
-    action waits for a message or computes.
+    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead of the GPU.
+    Because of this limit, the host can release sent tensors, and the watchdog can report which action hangs, and
+    whether this action waits for a message or computes.
 
     Attributes:
         spans: the start and end of every compute action of the last step, as values of `time.time()`. The start is
@@ -80,7 +80,7 @@ class Timeline:
             self._catch_up(MAX_AHEAD)
 
     def end(self) -> None:
-        """Wait for the GPU, so that errors of its last actions are raised here, and compute the times of the step."""
+        """Wait for the GPU, and compute the times of the step. Errors of the GPU's last actions are raised here."""
         self._catch_up(0)
         at = self._host_time()
         for moments in self._moments:
