@@ -1,8 +1,8 @@
 """Traces: caches the traces of all batches so far, and plans the microbatches of a step.
 
-A trace takes longer than a step of a small model, so traces are cached. For a batch of other sizes, shapes are computed
-from a cached trace. The model is traced again if the batch has a different structure, if a flag of the model has
-changed, or if a glue branch that depends on values of the batch has a different outcome.
+A trace takes longer than a step of a small model, so traces are cached. For a batch whose sizes differ from the traced
+sizes, shapes are computed from a cached trace. The model is traced again if the batch has a new structure, if a flag of
+the model has changed, or if a glue branch that depends on values of the batch has a new outcome.
 """
 
 import logging
@@ -77,8 +77,8 @@ class FoundWays(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """A microbatch whose forward may not have taken the way of `flow`. `draw` seeds the random numbers of its glue, as
-    for a trace."""
+    """A microbatch whose forward may not have taken the way of `flow`. `draw` seeds the random numbers of the
+    microbatch's glue, as for a trace."""
 
     batch: Batch
     flow: Dataflow
@@ -113,8 +113,8 @@ class Traces:
         self.look_at_trained()
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
-        """Cache an existing Dataflow for the current state of the model and the criterion, unless it also depends on
-        values of the batch."""
+        """Cache an existing Dataflow for the current state of the model and the criterion, unless the Dataflow also
+        depends on values of the batch."""
         self.look(criterion)
         if not flow.watched:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
@@ -168,7 +168,7 @@ class Traces:
 
     @property
     def foreign(self) -> dict[str, Tensor]:
-        """The trainable tensors, by place, that the model's code reaches but that are not parameters of the model."""
+        """The trainable tensors that the model's code reaches but that are not parameters of the model, by place."""
         return self.flags.foreign(self._state[0])
 
     def stepped(self) -> None:
@@ -186,7 +186,7 @@ class Traces:
         exact_loss: bool,
         weight: float = 1.0,
     ) -> list[list[Microbatch]]:
-        """Plan the microbatches of several consecutive batches for each stage of this rank: their routes and loss
+        """For each stage of this rank, plan the microbatches of several consecutive batches: their routes and loss
         shares. The batches' losses are multiplied by `weight` and summed. `found` is the result of `find` for these
         batches, or None to find their ways here. Call `stepped` after the microbatches have run."""
         weight *= self.losses.weight or 1.0
@@ -227,8 +227,8 @@ class Traces:
         grid: Grid,
         found: FoundWays | None,
     ) -> FoundWays | None:
-        """Find equal ways for microbatches if ranks have found different ways, or if a rank has found no ways
-        (`found` is None). Call it on all ranks.
+        """Find the same ways on all ranks of a pipeline if the ranks have found different ways, or if a rank has found
+        no ways (`found` is None). Call it on all ranks.
 
         Ranks send each other the values on which ways depend, and trace the batches again. Raises TraceError on all
         ranks if the values that cross a cut, or a number that a unit returns or stores in an attribute, still differ.
@@ -291,9 +291,9 @@ class Traces:
         exact_loss: bool,
         ways: Sequence[Way],
     ) -> list[list[Microbatch]]:
-        """Return the microbatches of one batch for each stage of this rank. With `exact_loss`, the sum of their losses,
-        each times its share, is the whole batch's loss over all replicas. Call `losses.prove` first if this loss is
-        unproven. Without `exact_loss`, the sum is the mean of the microbatches' losses."""
+        """Return the microbatches of one batch for each stage of this rank. With `exact_loss`, the sum of the
+        microbatches' losses, each times its share, is the whole batch's loss over all replicas. Call `losses.prove`
+        first if this loss is unproven. Without `exact_loss`, the sum is the mean of the microbatches' losses."""
         rule = self.losses.rule(batches, criterion) if exact_loss else EACH
         shares = self.losses.of(batches, ways, criterion, rule)
         routes = [self.routes.of(flow, outputs) for flow, _ in ways]
@@ -408,7 +408,8 @@ class Traces:
 
 
 def _reads_more(now: Dataflow, then: Dataflow) -> bool:
-    """Whether calls or the loss of `now` read other unit results, or more parameters, than in `then`."""
+    """Whether a call or the loss reads other unit results in `now` than in `then`, or reads additional parameters. Also
+    True if `now` calls other units."""
     reads, before = ([*(call.reads for call in flow.calls), flow.loss or Reads()] for flow in (now, then))
     if [call.unit for call in now.calls] != [call.unit for call in then.calls]:
         return True

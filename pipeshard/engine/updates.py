@@ -138,7 +138,7 @@ class Updates:
         count: the number of updates so far.
         found, numbered: findings about values that the training loop has written since the last step; see `Told`.
         drawn: a description of gradients to which the loop has written random numbers, generated for one parameter
-            after another, or "". Cleared when the changes of the gradients are recorded.
+            after another, or "". Cleared when changes to the gradients are recorded.
         evaluated: whether execute_pipeline has run without an optimizer, with gradients enabled, since the last update.
     """
 
@@ -185,8 +185,8 @@ class Updates:
             self._added = GradientSnapshot(parameters, self._samples or self.count < FIRST)
 
     def renew(self) -> None:
-        """Discard the factors of gradients that an update has used. Call it before new gradients are computed. Until
-        then, the factors apply to the updates of all optimizers."""
+        """Discard the factors of the current gradients if an update has used these gradients. Call it before new
+        gradients are computed. Until then, the factors apply to the updates of all optimizers."""
         if self._is_used:
             self._factor, self._told = 1.0, None
             self._is_used = self._has_hooks = False
@@ -298,8 +298,8 @@ class Updates:
     @property
     def _drops(self) -> tuple[dict[str, bool], ...]:
         """One dict for each update since the last step, and one for the current state: for each optimizer, whether the
-        loop has cleared it, and whether its gradients are gone. If this rank has no gradients of an optimizer, the
-        latter is inferred, since it is usually the same on every rank."""
+        loop has cleared it, and whether its gradients are gone. If the last step has computed no gradients of an
+        optimizer on this rank, the second value is inferred, since it is usually the same on every rank."""
         has_updated, now = bool(self._dropped), dict[str, bool]()
         for number in self.in_use():
             graded, is_cleared = self._graded.get(number), number in self._cleared
@@ -327,8 +327,8 @@ class Updates:
                     logger.warning("%s", found)
 
     def _titled(self, options: Options) -> dict[str, dict[str, Any]]:
-        """The options of the groups that have parameters on this rank, by a title that contains a digest of the names
-        in the group."""
+        """Map the title of each group with parameters on this rank to the group's options. The title contains a digest
+        of the names in the group."""
         found: dict[str, dict[str, Any]] = {}
         for number, optimizer in self.in_use().items():
             for k, (group, names) in enumerate(zip(optimizer.optim.param_groups, optimizer.given)):
@@ -385,8 +385,8 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
 
 
 def warn_of_ranks(told: Sequence[Sequence[Mapping[str, Any]]], kind: type[Optimizer], grid: Grid) -> None:
-    """Warn if an option has the same value in all groups of a rank, but different values on different ranks, since a
-    loop may have computed it from its rank's parameters. `told` contains the options of each rank's groups."""
+    """Warn if an option has the same value in all groups of each rank, but differs between ranks. A loop may have
+    computed such an option from its rank's parameters. `told` contains the options of each rank's groups."""
     pairs = [(of_rank[0], options) for of_rank in told for options in of_rank]
     keys = [key for key in told[0][0] if all(_is_close(options.get(key), one.get(key)) for one, options in pairs)]
     options = [{f"every group of {kind.__name__} 0": {key: of_rank[0].get(key) for key in keys}} for of_rank in told]
@@ -426,7 +426,7 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
 
 
 def _first_other(values: Sequence[float], others: Sequence[float]) -> float:
-    """The first of the `values` that is not close to one of the `others`, or the first value."""
+    """The first of `values` that is not close to any of `others`. If there is none, the first of `values`."""
     return next((v for v in values if not any(_is_close(v, other) for other in others)), values[0])
 
 
