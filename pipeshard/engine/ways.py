@@ -1,11 +1,11 @@
 """Ways: the paths of a step's microbatches through the model, which must be the same on all ranks of a pipeline.
 
 Messages have no header: the sender and the receiver compute the size of a message from their own traces. A unit that
-cannot run on shapes alone is traced with values, and the parameters that another stage holds are then zeros. If a shape
-or a number that the unit returns depends on such values, ranks find different ways. At the beginning of every step,
-ranks therefore compare a number that identifies their ways. If the numbers differ, ranks send each other the small
-tensors of the units that were traced with values, and trace again. They then compare, line by line, the values that
-cross cuts and the numbers that units store in attributes.
+cannot run on shapes alone is traced with values, but with zeros for parameters that another stage holds. If a shape or
+a number that the unit returns depends on such values, ranks find different ways. At the beginning of every step, ranks
+therefore compare a number that identifies their ways. If the numbers differ, ranks send each other the small tensors of
+the units that were traced with values, and trace again. They then compare, line by line, the values that cross cuts and
+the numbers that units store in attributes.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ WAYS_REMEDY = (
 
 
 def fingerprint(flow: Dataflow) -> str:
-    """Return a digest of everything that determines the messages between stages. It is the same in every process."""
+    """Return a digest of everything that determines the messages between stages. The digest is the same in every
+    process."""
     calls = [
         (
             call.unit,
@@ -188,7 +189,7 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
 
 
 def _first_difference(mine: Sequence[Line], theirs: Sequence[Line]) -> tuple[Line | None, Line | None]:
-    """The first two lines that differ, or (None, None)."""
+    """The first pair of lines that differ, or (None, None)."""
     left = {line.what for line in (*mine, *theirs) if line.is_left}
     known = left & {line.what for line in mine} & {line.what for line in theirs}
     first, second = ([one for one in each if one.is_left is None or one.what in known] for each in (mine, theirs))

@@ -103,8 +103,8 @@ class Deferral:
     gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
     Qi et al. 2023, arXiv:2401.10241, by layer). A backward pass defers no gradients if it does not run between `begin`
     and `end`, or if it runs inside another pass (a hook or a custom backward may call autograd, and read the result).
-    If a forward runs while `whole` is true, or its unit trains few parameters (see `defers`), only the gradients of
-    large embeddings are deferred.
+    If a forward runs while `whole` is true, or if the layer's unit trains few parameters (see `defers`), only the
+    gradients of large embeddings are deferred.
     """
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
@@ -135,7 +135,7 @@ class Deferral:
             yield
 
     def begin(self, roots: Iterable[GradientEdge] = ()) -> list[Gradients]:
-        """Start a new list and return it. The backward pass from `roots` (without `roots`, any pass) fills it."""
+        """Start a new list and return it. The backward pass from `roots` (without `roots`, any pass) fills the list."""
         after = (node for root in roots for node, _ in root.node.next_functions if node is not None)
         self._pending, self._within = [], next(after, None)
         return self._pending
@@ -166,8 +166,8 @@ class Deferral:
 
         The kernels and their order are the same as in autograd, which sums the terms of one parameter before it adds
         the sum to `.grad`. The exception is an existing gradient of a weight with at least 131,072 elements: a product
-        is accumulated directly into this gradient, and a lookup into the rows that were read. The sums then differ only
-        in the order of their terms.
+        is accumulated directly into this gradient, and a lookup into the rows that were read. The sums then differ from
+        autograd's only in the order of their terms.
         """
         pending.reverse()
         remaining = Counter(id(parameter) for parameter, _ in pending)
@@ -229,17 +229,16 @@ class _Deferred:
 
 
 def _functions_are_replaced() -> bool:
-    """Whether the user has replaced functions that these layers call (such as F.linear with a function that quantizes
-    weights), or intercepts functions in a mode. The gradients may then differ from the gradients of torch's own
-    functions."""
+    """Whether the user has replaced functions that these layers call (for example, F.linear, to quantize weights), or
+    intercepts functions in a mode. The gradients may then differ from the gradients of torch's own functions."""
     if (F.linear, torch.addmm, torch.embedding) != PLAIN_FUNCTIONS or not _is_defined_in(F, F.embedding):
         return True
     return not all(isinstance(mode, Watching | DeviceContext) for mode in function_modes())
 
 
 def _is_saved_by_user() -> bool:
-    """Whether the user's hooks receive the tensors that autograd saves. Layers that defer dW save other tensors than
-    torch's own layers, such as the parameter itself instead of a view."""
+    """Whether the user's hooks receive the tensors that autograd saves. Layers that defer dW save different tensors
+    than torch's own layers do, such as the parameter itself instead of a view."""
     hooks = saved_tensors_hooks(False)
     if hooks is None:
         return False
@@ -299,8 +298,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """Return a tensor on the same memory that is not a view, since an in-place ReLU must not write to a view that a
-    Function returned."""
+    """Return a tensor that shares the memory of `x` but is not a view, since an in-place ReLU cannot write to a view
+    that a Function returned."""
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
