@@ -40,7 +40,8 @@ def initialize(
         model: any module. If its weights are on meta, each process initializes or loads the weights of its own stage.
         optimizer: an optimizer of the parameters of `model`. Without an optimizer, the model can only be evaluated.
         criterion: `fn(output, batch)` that returns the loss. None uses the loss that the model returns.
-        dataloader: yields the same batches on every rank of a replica, as one from `plugin.prepare_dataloader` does.
+        dataloader: yields the same batches on every rank of a replica, as a dataloader from `plugin.prepare_dataloader`
+            does.
         lr_scheduler: the scheduler of this optimizer.
         plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`.
         arguments: without a plugin, the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`). `pp_size` is
@@ -49,9 +50,9 @@ def initialize(
     Initializes the process group from torchrun's environment, unless the script has already initialized it. With
     pp_size=1, a process without a launcher creates its own group, so `initialize` also works in a notebook.
 
-    Raises ConfigurationError for invalid arguments and for a process that torchrun has not started. Raises TraceError,
-    PartitionError, CheckpointError or BatchError if the model cannot be split, and VerificationError if the split model
-    differs from the unsplit model.
+    Raises ConfigurationError if arguments are invalid, or if this process needs a launcher and has none. Raises
+    TraceError, PartitionError, CheckpointError or BatchError if the model cannot be split, and VerificationError if the
+    split model differs from the unsplit model.
     """
     if plugin is not None and arguments:
         raise ConfigurationError(
@@ -134,8 +135,8 @@ class Engine:
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Split the model, and load this rank's weights if the model is from `PipelinePlugin.from_pretrained`. Returns
-        five objects. The engine also keeps them as attributes, unless no `optimizer` is given and the engine already
-        has one."""
+        five objects. The engine also keeps these objects as attributes, unless this call has no `optimizer` and an
+        earlier call had one."""
         if optimizer is None and isinstance(lr_scheduler, LRScheduler):
             raise UsageError(
                 f"lr_scheduler={type(lr_scheduler).__name__} was passed without the "
@@ -180,7 +181,7 @@ class Engine:
         )
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
-        """Run the backward of a loss from `model(...)`. Requires pp_size=1, so that one process holds the whole
+        """Run the backward pass of a loss from `model(...)`. Requires pp_size=1, so that one process holds the whole
         model."""
         optimizer.backward(loss)
 

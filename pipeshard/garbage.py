@@ -1,4 +1,4 @@
-"""Garbage: a pause of Python's garbage collector, and functions that do not keep objects alive until it runs."""
+"""Garbage: pauses Python's garbage collector, and replaces methods with functions that do not keep an object alive."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from typing import Any
 def collector_paused() -> Iterator[None]:
     """Pause the garbage collector. Context manager and decorator for code that creates and keeps many objects, such as
     a trace of a large model. Without the pause, the collector visits all these objects repeatedly. In a plan for 80
-    layers, this took a third of the time. Objects without reference cycles are freed as usual."""
+    layers, these visits took a third of the time. Objects without reference cycles are freed as usual."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
