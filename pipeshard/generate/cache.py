@@ -1,8 +1,9 @@
 """Cache: tracks the entries of a cache that this rank's units write, and describes these entries for other ranks.
 
-A stage holds the states of its own layers. For other layers, it has ghosts: entries of the same class with the same
-plain values, but with tensors on meta. The lengths that a cache reports are therefore correct, and ghosts need no
-memory. Code that reads the values of a ghost fails with a torch error, since meta tensors have no values.
+A stage holds the states of its own layers. For the layers of other stages, the stage has ghosts: entries of the same
+class with the same plain values, but with tensors on meta. The lengths that a cache reports are therefore correct, and
+ghosts need no memory. Code that reads the values of a ghost fails with a torch error, since meta tensors have no
+values.
 """
 
 import copy
@@ -55,7 +56,7 @@ class Entries:
                 self._set(path, told)
 
     def adopt(self, other: "Entries") -> None:
-        """Copy to this cache the entries that a forward has changed in `other`, a copy of this cache."""
+        """Update this cache with the entries that a forward has changed in `other`, a copy of this cache."""
         for path, entry in _entries(other.cache):
             if other._before.get(path, _NONE) != _signature(entry):
                 _put_at(self._holder(path), path[-1], entry)

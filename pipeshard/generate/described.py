@@ -21,8 +21,8 @@ Get = Callable[[Any], Tensor]
 
 
 def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
-    """The value as plain data for `restore`. `known` maps the ids of objects that the other ranks also have to their
-    names. An object that is neither known nor a plain value, a tensor or a container becomes None."""
+    """The value as plain data for `restore`. `known` maps ids to names, for objects that the other ranks also have. Any
+    object other than a known object, a plain value, a tensor or a container becomes None."""
     if isinstance(value, Tensor | dict | list | tuple) and id(value) in known:
         return {"known": known[id(value)]}
     if isinstance(value, Tensor):
@@ -69,7 +69,7 @@ def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
 
 
 def _output_class(module: str, name: str) -> Any:
-    """The class of model outputs with this name in `module`. Raises MessageError for any other class."""
+    """The model output class with this name in `module`. Raises MessageError for any other class."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

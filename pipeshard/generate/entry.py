@@ -1,4 +1,4 @@
-"""Entry: one call of a module of the model that all stages run together.
+"""Entry: a call of a module of the model, in which all stages take part.
 
 The code of `generate` calls the whole model, only its encoder, or another part of the model. Each such call is a
 forward of the pipeline. The routes of the call come from the trace of a twin: the same call without a cache, and with
@@ -21,7 +21,7 @@ from pipeshard.hf import CACHES, DECODER_MASK, MASK, USES_CACHE, is_encoder_deco
 
 
 def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch:
-    """The Batch of a call of the module `path` ("" for the model itself) with these arguments by name.
+    """The Batch of a call of the module `path` ("" for the model itself). `arguments` are the call's arguments by name.
 
     Raises BatchError if the arguments contain no tensor.
     """
@@ -45,7 +45,7 @@ class _NoSampleLists(dict[str, bool]):
 
 
 def call_key(entry: Batch) -> tuple[Any, ...]:
-    """A key of the structure and the sizes of a call."""
+    """A key that is equal for calls with the same structure and sizes."""
     tensors = ((path, leaf.shape, leaf.dtype) for path, leaf in entry.tensors.items())
     return (entry.entry, *tensors, *entry.others)
 
