@@ -104,8 +104,8 @@ class Forward:
         self._refuse_other_tokens(None, [result], {})
 
     def _refuse_other_tokens(self, path: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise UsageError on every rank if the ranks have chosen different tokens, so that they call different modules
-        (`path`, None at the end of `generate`), or pass arguments with different integers."""
+        """Raise UsageError on every rank if the ranks have chosen different tokens. Such ranks call different modules,
+        or pass arguments with different integers. `path` is the called module, or None at the end of `generate`."""
         read = "the result" if path is None else f"a call of {path or type(self.pipeline.model).__name__}"
         digest = digest_of(args, kwargs)
         numbers = gather(torch.tensor([int(digest, 16), crc32(read.encode())]), self._whole_group)
@@ -126,8 +126,9 @@ class Forward:
 
     def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[CallRoutes]]:
         """Return the microbatches of a call, and their CallRoutes. If the microbatches cannot be traced, do not split
-        the call or, if the user has set a number of microbatches, raise TraceError. A trace may fail because a value
-        that is not an argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per sample."""
+        the call. If the user has set a number of microbatches, raise TraceError instead. A trace may fail because a
+        value that is not an argument, such as the tensor of a hook or peft's `adapter_names`, has one entry per
+        sample."""
         batches = self._microbatches(entry, forward)
         states, routes = self._state_parts(batches), list[CallRoutes]()
         try:
@@ -169,7 +170,7 @@ class Forward:
         ]
 
     def _complete(self, path: str, arguments: Mapping[str, Any]) -> None:
-        """Create the missing entries of the caches among the arguments of a call of the module `path`. Otherwise, when
+        """Before a call of the module `path`, create the missing entries of the caches in `arguments`. Otherwise, when
         a rank's layers run, a cache would also create the entries of earlier stages' layers, and the rank would count
         these as its own."""
         config = config_of(self.pipeline.model.get_submodule(path))
@@ -401,16 +402,16 @@ class Forward:
 
 def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """A digest of the integer tensors in arguments (ids, positions, masks), which must be equal on all ranks. For a
-    large tensor, the digest includes only a sample of the values. It omits caches that are passed by name, since each
-    rank has the states of its own layers and heads."""
+    large tensor, the digest includes only a sample of the values. The digest omits caches that are passed by name,
+    since each rank has the states of its own layers and heads."""
     compared = [*args, *(value for name, value in kwargs.items() if name not in CACHES)]
     integers = (tensor for tensor in tree_tensors(compared) if not tensor.is_floating_point() and not tensor.is_meta)
     return digest_tensors(integers, lambda _: True)
 
 
 def _refuse_other_rows(batch: Batch, call: CallRoutes) -> None:
-    """Raise TraceError if the logits of a microbatch do not have one row per sample of the microbatch, because the
-    forward has combined them with a tensor that has one row per sample of the whole batch."""
+    """Raise TraceError if the logits of a microbatch do not have one row per sample of the microbatch. The forward may
+    have combined them with a tensor that has one row per sample of the whole batch."""
     for name, _, spec in call.routes[0].flow.outputs:
         if field_of(name) == LOGITS and spec.at(call.deltas)[:1] != (batch.rows,):
             raise TraceError(

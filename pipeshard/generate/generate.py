@@ -50,9 +50,9 @@ class Generation:
         but single new tokens are not.
 
         Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and for `max_time` in a
-        pipeline of several ranks; BatchError if the ranks of a pipeline pass different tensors; UsageError if these
-        ranks choose different tokens, if the model's `generate` was replaced after boost, or if `num_microbatches`
-        would split samples that must stay together.
+        pipeline of several ranks. Raises BatchError if the ranks of a pipeline pass different tensors. Raises
+        UsageError if these ranks choose different tokens, if the model's `generate` was replaced after boost, or if
+        `num_microbatches` would split samples that must stay together.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
@@ -89,7 +89,7 @@ class Generation:
             disable_caches(pipeline.model)
 
     def _share_generators(self) -> None:
-        """Set the generators of all ranks of the pipeline to the states on its first rank."""
+        """Copy the states of the random generators from the first rank of the pipeline to its other ranks."""
         grid = self.pipeline.grid
         generators = self.pipeline.policy.replay.randomness.generators
         for group in (grid.stages, grid.slices):
@@ -100,9 +100,9 @@ class Generation:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Context manager in which the ranks of a pipeline together run each call of a module that contains units and,
-        with several stages, each call of a unit. transformers, which compiles decode steps with a static cache on a
-        GPU, does not compile these calls, since they exchange messages."""
+        """Context manager in which all ranks of a pipeline take part in each call of a module that contains units. With
+        several stages, they also take part in each call of a unit. Since these calls exchange messages, transformers
+        does not compile them, even on a GPU with a static cache, where it usually compiles decode steps."""
         pipeline = self.pipeline
         if pipeline.grid.size == pipeline.grid.dp_size:
             yield
