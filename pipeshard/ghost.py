@@ -2,8 +2,8 @@
 
 The module tree of a model is the same on every stage, so optimizers, hooks and user code encounter parameters that the
 stage does not hold. Meta tensors would compute results without values, and fail far from the cause. A Ghost has the
-parameter's shape and dtype and the stage's device, allocates one element, and raises an error with the parameter's name
-if its values are read or written.
+parameter's shape and dtype and the stage's device, but allocates only one element. Reading or writing its values raises
+an error with the parameter's name.
 """
 
 from collections import OrderedDict
@@ -248,7 +248,7 @@ def guard(model: nn.Module) -> None:
 
 
 def _blank(shape: torch.Size, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A tensor of NaNs, or of zeros if the dtype has no NaN, that allocates one element."""
+    """A tensor that contains NaNs (zeros, if the dtype has no NaN), and allocates only one element."""
     has_nan = dtype is None or dtype.is_floating_point or dtype.is_complex
     return torch.full((), float("nan") if has_nan else 0, dtype=dtype, device=device).expand(shape)
 

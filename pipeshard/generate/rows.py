@@ -85,8 +85,8 @@ OfModule = tuple[nn.Module, str]  # a module, and the name of its attribute
 
 
 class StateParts:
-    """Tensors with one row per sample in attributes of modules, such as the positions of a prompt with images. They are
-    split for one forward: microbatch i has `sizes[i]` samples.
+    """Tensors with one row per sample that modules store in attributes, such as the positions of a prompt with images.
+    They are split for one forward: microbatch i has `sizes[i]` samples.
 
     Args:
         known: the states that earlier forwards have assigned, which `join` updates.

@@ -29,8 +29,8 @@ class SampleDependence:
     def bond(
         self, entry: Batch, batches: Sequence[Batch], caches: Sequence[Any], forward: Callable[..., Any]
     ) -> str | None:
-        """The reason why the samples of the call `entry` cannot be split into `batches`, or None if they can. It is
-        the same on all ranks. `caches` are the caches among the arguments of the module's own `forward`."""
+        """The reason why the samples of the call `entry` cannot be split into `batches`, or None if they can. The
+        reason is the same on all ranks. `caches` are the caches among the arguments of the module's own `forward`."""
         return (
             self._of_new_cache(entry, caches, forward)
             or self._of_quantized(caches)
@@ -107,7 +107,7 @@ def assigned(kind: type) -> frozenset[str]:
 
 
 def cannot_split(bond: str) -> Exception:
-    """The error, raised on every rank, if `num_microbatches` would split samples that must stay together."""
+    """The error that every rank raises if `num_microbatches` would split samples that must stay together."""
     return of_all(
         UsageError(
             f"{bond}, so samples cannot be split into microbatches: call model.generate(..., num_microbatches=1)"
