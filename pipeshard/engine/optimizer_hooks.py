@@ -1,4 +1,4 @@
-"""Optimizer hooks: the step hooks of optimizers whose constructor does not call Optimizer.__init__."""
+"""Optimizer hooks: the step hooks of an optimizer whose constructor does not call Optimizer.__init__."""
 
 import functools
 from collections import OrderedDict

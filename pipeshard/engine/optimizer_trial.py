@@ -194,9 +194,9 @@ def _gap(start: dict[Index, Tensor], run: Callable[[dict[Index, Tensor]], dict[I
 
 
 def own_methods(optimizer: Optimizer) -> list[str]:
-    """Return the names of the public methods that the optimizer's class adds to torch's Optimizer, if they need no
-    arguments and read `param_groups`. The names are in the order of definition (SAM's first_step before its
-    second_step)."""
+    """Return the names of the public methods that the optimizer's class adds to torch's Optimizer. Only methods that
+    need no arguments and read `param_groups` are included. The names are in the order of definition (SAM's first_step
+    before its second_step)."""
     found: dict[str, None] = {}
     for kind in reversed(type(optimizer).__mro__):
         if kind is object or issubclass(Optimizer, kind) or kind.__module__.startswith("torch."):
@@ -236,7 +236,7 @@ def _tiny(optimizer: Optimizer, sliced: bool, few: int | None, by_kind: bool) ->
 
 
 def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Index, Tensor]) -> dict[Index, Tensor]:
-    """Run the steps of a copy of the optimizer that has only these parameters, and return the change of each parameter
+    """Copy the optimizer with only these parameters, run the steps of the copy, and return the change of each parameter
     in each step."""
     alone, closed = (
         (lambda trial, _: type(trial).step(trial)),

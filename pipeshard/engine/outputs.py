@@ -241,7 +241,7 @@ class Outputs:
             raise _unmergeable(name, f"is in a list with one entry per sample of the microbatch ({rows} in all)")
 
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
-        """Merge an output's tensors of all microbatches along the batch dimension `dim`, with the samples in their
+        """Merge one output's tensors from all microbatches along the batch dimension `dim`, with the samples in their
         original order. Positions that were removed from a microbatch as padding are filled with zeros."""
         selections = [batch.selection for batch in self._batches if batch.selection is not None]
         if not selections:
