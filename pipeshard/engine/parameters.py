@@ -27,10 +27,10 @@ class HeldParameters:
     """Broadcasts, casts and shards the parameters that this rank holds. Create it on all ranks.
 
     For each parameter, one holder broadcasts the values to the other holders. Then the parameters are cast to 16 bits
-    if `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
-    replicas. Sharding may replace parameters. `kind` is the class of the MasterWeights. For unsharded parameters, all
-    slices of a stage use the first slice's gradients. The slices' own gradients would differ from each other if kernels
-    are not deterministic, as in the backward pass of attention on GPUs.
+    (if `precision` requires it), sharded across tensor-parallel ranks (according to `plan`), and sharded across
+    replicas (with `fsdp`). Sharding may replace parameters. `kind` is the class of the MasterWeights. For unsharded
+    parameters, all slices of a stage use the first slice's gradients. The slices' own gradients would differ from each
+    other if kernels are not deterministic, as in the backward pass of attention on GPUs.
 
     Attributes:
         held: the current parameters, by name (tied parameters: by their first name).
@@ -144,8 +144,8 @@ class HeldParameters:
         """The parameters that FSDP shards: the parameters of held units, except parameters that glue reads, parameters
         without dimensions, parameters that keep their own precision, and parameters of `plan` whose number of rows is
         not divisible by tp_size. FSDP and DTensor shard uneven slices differently, so the shards could not be loaded or
-        saved. Without a cast, trained parameters whose dtype is not the most frequent in their unit are also excluded,
-        since FSDP reduces gradients of only one dtype per unit."""
+        saved. FSDP reduces gradients of only one dtype per unit. Without a cast, trained parameters whose dtype is not
+        the most frequent in their unit are therefore also excluded."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for name in glue_parameters(self.policy.flow) | self.kept}
         named = self.model.named_parameters(remove_duplicate=False)

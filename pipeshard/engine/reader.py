@@ -217,7 +217,7 @@ class Reader:
         return sum(agreement.parts[: self.grid.replica])
 
     def _read_all(self, data_iter: Iterator[Any], count: int) -> list[Batch]:
-        """Read `count` batches, and continue after an error, since ranks without an error read all `count` batches."""
+        """Read `count` batches. Continue after an error, since ranks without an error read all `count` batches."""
         batches: list[Batch] = []
         errors: list[Exception] = []
         for _ in range(count):

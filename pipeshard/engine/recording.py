@@ -106,7 +106,8 @@ class Recording(Timetable):
         return {prefix + name: value for name, value in found.items()}
 
     def draw(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """Plot the measured step above the simulated step, in the format of the file's suffix. Requires matplotlib."""
+        """Plot the measured step above the simulated step, in the format that the file's suffix names. Requires
+        matplotlib."""
         draw_timeline([("measured", self.spans), ("simulated", self.simulation().spans)], path, title=title)
 
     def save(self, path: str | os.PathLike[str], format: str = "json") -> None:
