@@ -3,7 +3,7 @@
     stage 0     F(0,0)  F(0,1)  F(0,2)                          B(0,2)  B(0,1)  B(0,0)
     stage 1             F(0,0)  F(0,1)  F(0,2) head    B(0,2)  B(0,1)  B(0,0)
 
-The last stage concatenates the values that the loss needs from all slices. The head (the glue after the last unit, and
+The last stage concatenates the slices of each value that the loss needs. The head (the glue after the last unit, and
 the loss) then runs once for the whole microbatch, as without slices. Labels, sums and counts therefore cover the whole
 microbatch.
 """
@@ -31,8 +31,8 @@ OTHER = "Use num_slices=1 for this model"
 
 @dataclass(frozen=True)
 class SlicedRoutes:
-    """The routes of microbatches through the stages of a rank, and the route of the head. Each stage sends the values
-    that later stages and the head need."""
+    """The routes of microbatches through a rank's stages, and the route of the head. Each stage sends the values that
+    later stages and the head need."""
 
     stages: Sequence[Route]
     head: Route

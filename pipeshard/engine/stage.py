@@ -297,8 +297,8 @@ class Stage:
 
     def _refuse_none(self) -> None:
         """Raise TraceError if an input has received no gradient in the step. The stage that computed the input would
-        receive zeros. Some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
-        gradient."""
+        receive a gradient of zeros. Some optimizers (AdamW) decay parameters with a zero gradient, but not parameters
+        without a gradient."""
         for (flow, value), is_reached in self.reached.items():
             if not is_reached:
                 raise TraceError(

@@ -17,9 +17,9 @@ from pipeshard.errors import ConfigurationError
 class States(MutableMapping[Any, Any]):
     """The state of a boosted optimizer, as `optimizer.state` returns it.
 
-    A parameter of the model is a key for the state of the tensor that the optimizer updates. For a parameter that this
-    rank does not update, `states[parameter]` is a new dict that is not stored, since `state_dict` requires that all
-    keys are in the groups.
+    For a parameter of the model, `states[parameter]` is the state of the tensor that the optimizer updates in its
+    place. For a parameter that this rank does not update, `states[parameter]` is a new dict that is not stored, since
+    `state_dict` requires that all keys are in the groups.
 
     Attributes:
         states: the state of the inner optimizer.
@@ -86,10 +86,10 @@ def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> 
 
 
 def converted(key: str, value: Any, before: Tensor, weight: MasterWeight, group: Mapping[str, Any]) -> Any:
-    """Convert a state value of the tensor `before` for the `master` of `weight`, which replaces this tensor in `group`.
-    The value is moved to the device of `master`. A step count on the host stays there, unless the group is fused or
-    capturable (as in torch's load_state_dict). A value with the tensor's shape is cast if it has the tensor's dtype,
-    and sharded if the tensor is unsharded."""
+    """Convert a state value of the tensor `before`, which the `master` of `weight` replaces in `group`. The value is
+    moved to the device of `master`. A step count on the host stays there, unless the group is fused or capturable (as
+    in torch's load_state_dict). A value with the tensor's shape is cast if it has the tensor's dtype, and sharded if
+    the tensor is unsharded."""
     if not isinstance(value, Tensor):
         return value
     is_like = value.shape == before.shape
