@@ -62,9 +62,9 @@ STEP_GUARD = StepGuard()
 
 
 def _check_related(optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients) -> None:
-    """Raise UsageError unless the step is allowed. A step inside a boosted optimizer's step is allowed if it updates
-    the same tensors. An optimizer that contains a boosted optimizer, or is contained in one, may step if no copy of a
-    parameter is stale afterwards."""
+    """Raise UsageError unless the step is allowed. A step inside a boosted optimizer's step is allowed if both steps
+    update the same tensors. An optimizer that contains a boosted optimizer, or is contained in one, may step if no copy
+    of a parameter is stale afterwards."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in gradients.optimizers if other.is_stepping), None):
         for parameter, name in named.items():

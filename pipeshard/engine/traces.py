@@ -86,8 +86,8 @@ class Doubt(NamedTuple):
 
 
 class Traces:
-    """Caches a Dataflow for each kind of batch, its `routes` through this rank's stages, and the loss shares of its
-    microbatches (`losses`). `seen` contains the Dataflows whose outputs were checked."""
+    """For each kind of batch, caches a Dataflow, the `routes` of the Dataflow through this rank's stages, and the loss
+    shares of the microbatches (`losses`). `seen` contains the Dataflows whose outputs were checked."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Traces:
     ) -> list[list[Microbatch]]:
         """For each stage of this rank, plan the microbatches of several consecutive batches: their routes and loss
         shares. The batches' losses are multiplied by `weight` and summed. `found` is the result of `find` for these
-        batches, or None to find their ways here. Call `stepped` after the microbatches have run."""
+        batches, or None to call `find` here. Call `stepped` after the microbatches have run."""
         weight *= self.losses.weight or 1.0
         found = found or self.find(cut, criterion)
         self._state = self.losses.state = found.state  # no user code has run since

@@ -1,9 +1,10 @@
 """Updates: compares optimizer updates across ranks, since all stages of a model must be updated in the same way.
 
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
-Stages would then silently train differently. Ranks therefore compare the options of the optimizers' groups, and the
-factor by which the loop on each rank has multiplied all gradients of that rank. Ranks compare the first updates of a
-model before any parameter changes, and later updates in the first message of the next step.
+Stages would then silently apply different learning rates or factors. Ranks therefore compare the options of the
+optimizers' groups, and the factor by which the loop on each rank has multiplied all gradients of that rank. Ranks
+compare the first updates of a model before any parameter changes, and later updates in the first message of the next
+step.
 """
 
 import hashlib
@@ -214,8 +215,8 @@ class Updates:
         self._given = GradientSnapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
 
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
-        """Record the update of these parameters, after the last hook that runs before the update. Compares the first
-        updates across ranks (see `compare`)."""
+        """Record the update of these parameters. Call it after the last hook that runs before the update. Compares the
+        first updates across ranks (see `compare`)."""
         has_gradients = any(parameter.grad is not None for parameter in parameters)
         if self.evaluated and not (self._has_added or has_gradients or self._has_told) and self.grid.first:
             logger.warning(EVALUATED)
@@ -313,8 +314,8 @@ class Updates:
         return {name: sorted(values) for name, values in self.numbered.items()}
 
     def _warn_of(self, told: Sequence[Told]) -> None:
-        """Warn, once per kind, if the training loop has written values that depend on one stage only, or has cleared
-        gradients on only some ranks."""
+        """Warn, once per kind of finding, if the training loop has written values that depend on one stage only, or has
+        cleared gradients on only some ranks."""
         kinds = {
             "found": next((each.found for each in told if each.found), ""),
             "numbers": numbers_problem(told, self.grid.named),
