@@ -2,10 +2,10 @@
 
 Messages have no header: the sender and the receiver compute the size of a message from their own traces. A unit that
 cannot run on shapes alone is traced with values, but with zeros for parameters that another stage holds. If a shape or
-a number that the unit returns depends on such values, ranks find different ways. At the beginning of every step, ranks
-therefore compare a number that identifies their ways. If the numbers differ, ranks send each other the small tensors of
-the units that were traced with values, and trace again. They then compare, line by line, the values that cross cuts and
-the numbers that units store in attributes.
+a number that the unit returns depends on these parameters, ranks find different ways. At the beginning of every step,
+ranks therefore compare a number that identifies their ways. If the numbers differ, ranks send each other the small
+tensors of the units that were traced with values, and trace again. They then compare, line by line, the values that
+cross cuts and the numbers that units store in attributes.
 """
 
 import hashlib
@@ -165,7 +165,7 @@ class Said(NamedTuple):
 
 def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: Callable[[int], str]) -> list[int]:
     """Compare the ways of the `ranks` of this pipeline, and return the numbers that identify these ways from now on.
-    Every rank of `group` raises TraceError if the ways of a pipeline differ in a line, or if a rank reports a
+    Every rank of `group` raises TraceError if the ways of a pipeline's ranks differ in a line, or if a rank reports a
     failure."""
     told = gather_objects((said.numbers, said.lines, said.failure), group)
     every = [Said(numbers, lines, failure) for numbers, lines, failure in told]

@@ -3,7 +3,8 @@
 Zero-bubble schedules run the backward of a microbatch in two actions: B computes the gradients for which the previous
 stage waits, and W computes the weight gradients. autograd computes both in one pass. torch.distributed.pipelining
 splits the autograd graph in two and runs it twice. Here, the backward of a layer omits dW and keeps the inputs of dW,
-so W is a list of matrix products. A large dW is never materialized: the product is accumulated directly into `.grad`.
+so W is a list of matrix products. If `.grad` exists in the same dtype, a large dW is not materialized: the product is
+accumulated directly into `.grad`.
 """
 
 import inspect
@@ -102,9 +103,9 @@ class Deferral:
     appends the inputs of dW to the list of the current backward pass. `finish` computes and accumulates dW. The
     gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
     Qi et al. 2023, arXiv:2401.10241, by layer). A backward pass defers no gradients if it does not run between `begin`
-    and `end`, or if it runs inside another pass (a hook or a custom backward may call autograd, and read the result).
-    If a forward runs while `whole` is true, or if the layer's unit trains few parameters (see `defers`), only the
-    gradients of large embeddings are deferred.
+    and `end`. A pass inside another pass also defers none, since a hook or a custom backward may call autograd and read
+    the result. If a forward runs while `whole` is true, or if the layer's unit trains few parameters (see `defers`),
+    only the gradients of large embeddings are deferred.
     """
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
@@ -263,7 +264,7 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether this is a torch.Tensor itself (not a DTensor) and not sparse."""
+    """Whether this is a dense tensor of the class torch.Tensor itself (not of a subclass such as DTensor)."""
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
