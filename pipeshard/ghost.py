@@ -1,9 +1,9 @@
 """Ghost: the placeholder for a parameter on a stage that does not hold it.
 
 The module tree of a model is the same on every stage, so optimizers, hooks and user code encounter parameters that the
-stage does not hold. Meta tensors would compute results without values, and fail far from the cause. A Ghost has the
-parameter's shape and dtype and the stage's device, but allocates only one element. Reading or writing its values raises
-an error with the parameter's name.
+stage does not hold. With meta tensors instead, code would compute results without values, and fail far from the cause.
+A Ghost has the parameter's shape and dtype and the stage's device, but allocates only one element. Reading or writing
+its values raises an error with the parameter's name.
 """
 
 from collections import OrderedDict
@@ -238,8 +238,8 @@ class Refused(Guarded):
 
 
 def guard(model: nn.Module) -> None:
-    """In every module that contains Ghosts, guard the methods that would otherwise fail after a partial change, or fail
-    with an error that gives advice for a training loop."""
+    """In every module that contains Ghosts, guard the methods that would otherwise fail after a partial change, or
+    raise an error whose advice is meant for a training loop."""
     for module in model.modules():
         if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
             for name in (*GUARDED, *MERGING):

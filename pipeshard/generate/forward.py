@@ -59,7 +59,7 @@ class Forward:
         self._sends: list[tuple[dist.Work, Tensor, int]] = []  # work, content, destination
 
     def begin(self, num_microbatches: int | None) -> None:
-        """Prepare a call of `generate`, on every rank of the world."""
+        """Prepare a call of `generate`. Call it on every rank of the world."""
         self.num_microbatches = num_microbatches
         group = self.pipeline.grid.sharing([TP], range(self.pipeline.num_stages))
         assert group is not None
@@ -147,8 +147,9 @@ class Forward:
 
     def _microbatches(self, entry: Batch, forward: Callable[..., Any]) -> list[Batch]:
         """Split the call into microbatches, each with its own part of every cache, or return the call itself as the
-        only microbatch. A call is not split if this rank has several stages, or if rows are not samples (patches of
-        images). Raises UsageError if the user has set a number of microbatches, but the samples must stay together."""
+        only microbatch. A call is not split if this rank has several stages, or if rows are not samples (but patches of
+        images, for example). Raises UsageError if the user has set a number of microbatches, but the samples must stay
+        together."""
         tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
         if asked <= 1 or len(self.pipeline.stages.whole) > 1 or not counts_samples(self.pipeline.model, entry):
@@ -300,8 +301,8 @@ class Forward:
             raise
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Join the parts of every cache, and return the joined outputs of all microbatches with the original caches, or
-        None if there are no outputs."""
+        """Join the parts of every cache. Return the joined outputs of all microbatches, in which the original caches
+        replace the parts, or None if there are no outputs."""
         whole = {id(part): parts.cache for parts in self._parts.values() for part in parts.parts}
         for parts in {id(parts): parts for parts in self._parts.values() if len(parts.parts) > 1}.values():
             parts.join()
@@ -401,9 +402,9 @@ class Forward:
 
 
 def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """A digest of the integer tensors in arguments (ids, positions, masks), which must be equal on all ranks. For a
-    large tensor, the digest includes only a sample of the values. The digest omits caches that are passed by name,
-    since each rank has the states of its own layers and heads."""
+    """A digest of the integer tensors in a call's arguments (ids, positions, masks), which must be equal on all ranks.
+    For a large tensor, the digest includes only a sample of the values. The digest omits caches that are passed by
+    name, since each rank has the states of its own layers and heads."""
     compared = [*args, *(value for name, value in kwargs.items() if name not in CACHES)]
     integers = (tensor for tensor in tree_tensors(compared) if not tensor.is_floating_point() and not tensor.is_meta)
     return digest_tensors(integers, lambda _: True)
