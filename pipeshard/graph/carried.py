@@ -1,10 +1,10 @@
 """Carried: state that one forward leaves in the model for the next, such as counters, statistics and generators.
 
-In one process, this state needs no handling. In a pipeline, every stage runs the glue. So for each place with such
-state, a stage needs three facts: the last call of a forward at which the place changes, the unit results from which the
-state is computed, and the readers of the state in the next forward. Up to two additional runs of the glue determine
-these facts. The first run watches the places before and after every call. The second run starts from the state that the
-first run left.
+In one process, such state needs no special handling. In a pipeline, every stage runs the glue. So for each place with
+such state, a stage needs three facts: the call at which the place last changes in a forward, the unit results from
+which the state is computed, and the readers of the state in the next forward. Up to two additional runs of the glue
+determine these facts. The first run watches the places before and after every call. The second run starts from the
+state that the first run left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,8 +85,8 @@ class Place:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
-        """Whether the place still contains this value (or a new collection with the same entries), with unchanged
-        content."""
+        """Whether the place still contains the value of `held` (or a new collection with the same entries), and the
+        content of this value has not changed."""
         if self.has_hooks:
             return bool(self.value.keys() == held.value.keys())
         is_there = is_same(self.value, held.value) or has_same_entries(self.value, held.value)
@@ -94,7 +94,8 @@ class Place:
 
 
 class _Record:
-    """The observations of one place during the runs of the glue. `carried` returns them as a Carried."""
+    """Collects observations about one place during the runs of the glue. Its method `carried` returns these
+    observations as a Carried."""
 
     def __init__(self, name: str, place: Place, before: Before) -> None:
         self.name, self.place, self.before = name, place, before
@@ -117,8 +118,8 @@ class _Record:
         return Kept(self.name, min(self.writers) if is_by_one else None)
 
     def look(self, call: int | None, is_through: bool) -> None:
-        """If the place has changed since the last look, record that it last changed at `call`. The writer is this call
-        if the call has just ended (`is_through`), otherwise glue."""
+        """If the place has changed since the last look, record that it last changed at `call`. The writer is `call` if
+        this call has just ended (`is_through`). Otherwise, the writer is glue."""
         if not self.place.has(self.held) or self.is_written:
             self._take()
             self.until = call
@@ -182,8 +183,8 @@ class _Record:
 
 def run_watched(tracer: Tracer, batch: Batch, real: Batch | None, before: Before) -> Dataflow:
     """Run the glue on `batch`, and return the Dataflow. The Dataflow's `passing` lists the places of values and hooks
-    that differ from `before` after some unit call, but not at the end: the forward or the criterion restores these
-    places."""
+    that differ from `before` after a unit call, but no longer differ at the end of the run, because the forward or the
+    criterion restores these places."""
     passing: dict[str, PlacePath] = {}
     hooks = -1  # the number of hooks that had been registered at the last look
 
@@ -276,8 +277,8 @@ def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> I
 
 
 def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
-    """For each place, the calls (-1: the loss or an output) that depend on the place, directly or through other places
-    that are computed from this place."""
+    """For each place, the calls that depend on the place, directly or through other places that are computed from this
+    place. -1 stands for the loss or an output."""
     ends = [use for use in (flow.loss, *(use for _, use, _ in flow.outputs)) if use is not None]
     reads = [*enumerate(call.reads for call in flow.calls), *((-1, use) for use in ends)]
     readers = {name: {index for index, use in reads if name in use.kept} for name in uses}

@@ -59,10 +59,10 @@ class Call:
     """One call of a unit: its dependencies (`reads`), and its outputs (`parts`), the result first.
 
     `leaves` are the TensorSpecs and constants of all parts, in order. The gradient of leaf k flows to
-    `differentiated[k]`: the read values from which the leaf was computed differentiably. `flops` and `elements` (the
-    number of computed elements) are counted for one forward at the traced sizes. `flops` includes glue's operators on
-    parameters since the previous call. `writes` is True if the call changes an argument in place, and `is_cut` if the
-    unit is a CutPoint.
+    `differentiated[k]`: the values that the call reads and from which the leaf is computed differentiably. `flops` and
+    `elements` (the number of computed elements) are counted for one forward at the traced sizes. `flops` includes
+    glue's operators on parameters since the previous call. `writes` is True if the call changes an argument in place.
+    `is_cut` is True if the unit is a CutPoint.
     """
 
     unit: str
@@ -77,9 +77,9 @@ class Call:
 
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
-        """The parts that a stage without the unit must reproduce, each with the range of its leaf indices. A part that
-        a hook inside the unit has left is omitted if the part contains no tensor: the hook is assumed to only count
-        runs of the unit."""
+        """The parts that a stage without the unit must reproduce, each with the range of its leaf indices. If a hook
+        inside the unit has left a part without tensors, this part is omitted: the hook is assumed only to count runs of
+        the unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -94,8 +94,9 @@ class Call:
 
 
 class Observed(NamedTuple):
-    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is its path from the
-    unit. `readers` are the calls of other units that read the attribute, with -1 for glue and the criterion."""
+    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is the attribute's path,
+    which starts at the unit. `readers` are the calls of other units that read the attribute, with -1 for glue and the
+    criterion."""
 
     unit: str
     place: PlacePath
@@ -110,9 +111,14 @@ class Carried:
     unit call `until`, the state is final for every reader except its writer. `until` is -1 if no such reader needs the
     state, and None if the state is final only at the end of the forward. `uses` are the dependencies of the state in
     one forward. `readers` are the unit calls that depend on the state in the next forward, with -1 for the loss and the
-    outputs. `kind` is "tensor" for a tensor that is written to in place, "settled" for a parameter to which the next
-    forward does not write, "parameter" for any other parameter, "generator" for a random generator, "number" for a
-    number or array that every forward changes, or "" for anything else.
+    outputs. `kind` is one of:
+
+    - "tensor": a tensor that is written to in place
+    - "settled": a parameter to which the next forward does not write
+    - "parameter": any other parameter
+    - "generator": a random generator
+    - "number": a number or array that every forward changes
+    - "": anything else
     """
 
     name: str
@@ -146,24 +152,26 @@ class Dataflow:
     """The unit calls of one forward, in order, and the dependencies of the loss and the outputs.
 
     `outputs` are the tensor leaves of the model's output, as (path, Reads, TensorSpec). `written` are the values that
-    glue or a later call changes in place. `decisions` are the lines of glue that branch on an activation or a parameter
-    before the last call, or that differentiate unit results. `late_decisions` are lines of the forward with such a
-    branch after the last call. `has_branches` is True if the forward or the criterion has such a branch after the last
-    call. `consulted` are the leaves of the batch on which glue branches, or to which glue writes (`rewritten`). The
-    Dataflow is valid only for the traced values of the leaves `watched`, such as image sizes and masks used as indices
-    (in the criterion, only if code reads the size of the result). `glue_random` is True if glue may use random numbers
-    or the model has its own checkpoints, and `python_random` if any code uses `random` or numpy's generator. `tail`
-    counts the flops of glue's operators on parameters after the last call. `touched` are the values that operators of
-    glue received. `questions` are glue's decisions that depend on the batch's values: the Dataflow is valid only for
-    batches with the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state
-    for the next forward, and `passing` the places that the forward changes, and that the forward or the criterion
-    restores. `together` has the first and the last call that each of the model's own checkpoints recomputes. `valued`
-    are the units that do not run on meta, so they were visited with values. `deciders` are the modules outside units
-    that were running when glue branched, and that could be units. `differentiated` are the values that receive a
-    gradient of the loss through glue alone. `counts_results` is True if the criterion returns a count that depends on
-    unit results. `opaque` has the name ("" for the output itself) and the class of each object in the model's output
-    that contains tensors, but that torch's pytree treats as a leaf. `observed` are the attributes of units that other
-    code reads, and `numbers` are the constants in such attributes of the valued units, each with its value as text.
+    glue or a later call changes in place. `decisions` are the lines of glue that, before the last call, branch on an
+    activation or a parameter, and the lines that differentiate unit results. `late_decisions` are the lines of the
+    forward that contain such a branch after the last call. `has_branches` is True if the forward or the criterion has
+    such a branch after the last call. `consulted` are the leaves of the batch on which glue branches, or to which glue
+    writes (`rewritten`). The Dataflow is valid only for the traced values of the leaves `watched`, such as image sizes
+    and masks used as indices. A leaf that determines the size of a result in the criterion is watched only if code
+    reads this size. `glue_random` is True if glue may use random numbers or the model has its own checkpoints.
+    `python_random` is True if any code uses `random` or numpy's generator. `tail` counts the flops of glue's operators
+    on parameters after the last call. `touched` are the values that operators of glue received. `questions` are glue's
+    decisions that depend on the batch's values: the Dataflow is valid only for batches with the same answers. `hooks`
+    are the gradient hooks that glue registers. `carried` are the places with state for the next forward. `passing` are
+    the places that the forward changes, and that the forward or the criterion then restores. For each of the model's
+    own checkpoints, `together` contains the first and the last call that the checkpoint recomputes. `valued` are the
+    units that were visited with values because they do not run on meta. `deciders` are the modules that were running
+    when glue branched, if they are outside units and could be units themselves. `differentiated` are the values that
+    receive a gradient of the loss through glue alone. `counts_results` is True if the criterion returns a count that
+    depends on unit results. `opaque` contains the name and the class of each object in the model's output that contains
+    tensors, but that torch's pytree treats as a leaf. The name of the output itself is "". `observed` are the
+    attributes of units that other code reads. `numbers` are the constants that such attributes of the `valued` units
+    contain, each with its value as text.
     """
 
     calls: tuple[Call, ...]
@@ -196,16 +204,16 @@ class Dataflow:
 
     @property
     def count(self) -> Question | None:
-        """The question of the criterion's count, if the trace recorded one."""
+        """The Question that computes the criterion's count, if the trace recorded such a Question."""
         return next((question for question in self.questions if question.is_count), None)
 
     def without_count(self) -> Self:
-        """This Dataflow without the question of the criterion's count."""
+        """This Dataflow without the Question that computes the criterion's count."""
         return replace(self, questions=tuple(question for question in self.questions if not question.is_count))
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
-        """The differences of the batch's sizes from the traced sizes, or None if this Dataflow is not valid for the
-        batch because a pinned size or the answer to a question of glue differs."""
+        """The differences between the batch's sizes and the traced sizes. None if this Dataflow is not valid for the
+        batch, because a pinned size or the answer to one of glue's questions differs."""
         deltas = self.axes.deltas(batch)
         if deltas is None or not all(question.holds(batch.tensors, deltas) for question in self.questions):
             return None
