@@ -1,7 +1,8 @@
-"""Flags: numbers the states of a model's Python objects, so that a step finds the Dataflow of the current state.
+"""Flags: numbers the states of a model's Python objects, so that each step can find the Dataflow for the current state.
 
-A Dataflow is valid only for the Python state (flags) with which it was traced. torch.compile guards the values that its
-trace has read. Here, some reads of glue and units are unknown, so every step compares the whole Python state.
+A Dataflow is valid only for the Python state (flags) with which it was traced. torch.compile guards only the values
+that its trace has read. pipeshard does not know every read of glue and units, so every step compares the whole Python
+state.
 """
 
 import functools
@@ -49,8 +50,8 @@ class Flags:
     Changes that forwards themselves make (to counters, caches, and lists that they fill) do not count: `stepped` finds
     these changes by comparing the state before and after a step. For another object, a changed value of a tensor
     (except a parameter) also counts, even if the tensor was replaced. A float of such an object counts as changed only
-    if its `kind_of_number` changes, or if the float passes a number with which the code may compare it. So a
-    criterion's weights may be annealed.
+    if its `kind_of_number` changes, or if the float passes a number with which the code may compare it. So the user may
+    anneal a criterion's weights.
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -83,8 +84,8 @@ class Flags:
         return not any(True for _ in (state.changes() if self.without else flagged(state)))
 
     def newest_change(self) -> PlacePath:
-        """The place of a change since the second newest state. Returns () if no place has changed, for example if only
-        `requires_grad` has changed."""
+        """A place that has changed since the second newest state. Returns () if no place has changed, for example if
+        only `requires_grad` has changed."""
         changes = self._changes(self.next - 2) if self.next - 2 in self.states else ()
         return next((change.path for change in changes if (id(change.holder), change.key) not in self.moved), ())
 
@@ -116,15 +117,15 @@ class Flags:
         return {format_path(path): leaf for path, (leaf, required) in leaves.items() if required}
 
     def _trained(self, state: Snapshot) -> dict[PlacePath, tuple[Tensor, bool]]:
-        """By path, the leaf tensors of a state with their requires_grad. The model's own parameters are omitted, since
-        the engine freezes and releases them."""
+        """The leaf tensors of a state by path, each with its requires_grad. The model's own parameters are omitted,
+        since the engine freezes and releases them."""
         own = {id(parameter) for model in self.without or self.roots.values() for parameter in model.parameters()}
         leaves = ((path, tensor) for path, *_, tensor, _ in state.tensors if id(tensor) not in own and tensor.is_leaf)
         return {path: (leaf, leaf.requires_grad) for path, leaf in leaves}
 
     def stepped(self) -> None:
-        """Record that a step has run since the last call of `number`. Places that the first step in a state has changed
-        do not count from now on, nor do hooks that any step has registered."""
+        """Record that a step has run since the last call of `number`. From now on, places that the first step in a
+        state has changed do not count. Hooks that any step has registered do not count either."""
         is_first = self.now in self.unsure & self.states.keys()
         if is_first or (self.first_hook != RemovableHandle.next_id and self.now in self.states):
             for _, hooks, content in self.hooks[self.now].changed():
@@ -155,8 +156,8 @@ class Flags:
 
 
 def _is_same_hook(before: Any, now: Any) -> bool:
-    """Whether these are the same hook, or two functions with the same code (created in a loop) and the same values in
-    their closures, defaults and attributes."""
+    """Whether `before` and `now` are the same hook, or are two functions (for example, created in a loop) with the same
+    code and the same values in their closures, defaults and attributes."""
     if not isinstance(before, FunctionType) or not isinstance(now, FunctionType) or before.__code__ is not now.__code__:
         return is_same(before, now)
     held = [(defaults_of(hook), content_of(hook, "cell").values(), vars(hook).values()) for hook in (before, now)]
@@ -183,8 +184,8 @@ def _is_alike(before: Any, now: Any) -> bool:
 
 
 def has_same_entries(before: Any, now: Any) -> bool:
-    """Whether two collections are equal, such as the lists of active adapters that each call of peft's `set_adapter`
-    creates. Dicts are equal only if their entries have the same order, since a forward may call layers in this
+    """Whether two collections are equal. For example, each call of peft's `set_adapter` creates a new list of active
+    adapters. Dicts are equal only if their entries have the same order, since a forward may call layers in this
     order."""
     if type(before) is not type(now) or type(before) not in (list, tuple, dict) or len(before) != len(now):
         return False
@@ -240,8 +241,8 @@ COUNTED = 64  # the largest integer that is compared by value
 
 
 def kind_of_number(number: float) -> Hashable:
-    """The kind of a number that a user may change in every step: the value of an integer up to COUNTED, or the sign and
-    the next power of four of any other number."""
+    """The kind of a number that a user may change in every step: the value itself, if it is not finite or is an integer
+    with an absolute value of at most COUNTED. Otherwise, the sign and the next power of four."""
     if not math.isfinite(number) or (number.is_integer() and abs(number) <= COUNTED):
         return repr(number)
     return number > 0, math.ceil(math.log(abs(number), 4))

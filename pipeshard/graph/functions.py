@@ -54,8 +54,8 @@ class Memo(dict[int, Any]):
                 filled.add(id(cell))
 
     def _hollow(self, function: FunctionType) -> FunctionType:
-        """A copy of a function without its captured state. Functions that share a variable share the copy of this
-        variable."""
+        """A copy of a function without its captured state. If functions share a captured variable, their copies share
+        one copy of this variable."""
         cells = tuple(self.setdefault(id(cell), CellType()) for cell in function.__closure__ or ())
         made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         made.__qualname__ = function.__qualname__
@@ -64,8 +64,8 @@ class Memo(dict[int, Any]):
 
 
 def objects_within(values: Iterable[Any], known: Collection[int], kinds: Any = object) -> Iterator[Any]:
-    """Yield the `values` of the types `kinds` and, recursively, the objects of these types inside them, except objects
-    with `known` ids."""
+    """Yield each of the `values` that has one of the types `kinds` and, recursively, each object of these types inside
+    it. Objects whose ids are in `known` are skipped."""
     queue, seen = [*values], dict[int, Any]()
     while queue:
         one = queue.pop()
@@ -76,8 +76,8 @@ def objects_within(values: Iterable[Any], known: Collection[int], kinds: Any = o
 
 
 def inside(value: Any) -> dict[Any, Any]:
-    """The objects to which a value refers (for a function: the objects in its closure and defaults), by the step to
-    each."""
+    """The objects to which a value refers, by the step to each object. For a function, these are the objects in its
+    closure and its defaults."""
     if isinstance(value, FunctionType):
         return {("default", k): entry for k, entry in enumerate(defaults_of(value))} | content_of(value, "cell")
     ways = [how for how in ways_to_hold(value) if how in OF_OBJECT]
