@@ -2,8 +2,8 @@
 
 On a CPU, an operator raises an error for an index out of range. On a GPU, such an index leaves the CUDA context
 unusable. Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be
-out of range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU. The same
-applies to binary cross entropy, which only accepts probabilities.
+out of range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU. Binary
+cross entropy is also checked in this way, since it accepts only probabilities.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ OF_PROBABILITIES = {aten.binary_cross_entropy}  # operators that only accept pro
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """Run an operator that indexes, or that only accepts probabilities, on the CPU if one of its `inputs` is on a GPU:
-    an index out of range, or a value that is not a probability, then raises an error. For an indexing operator, only
-    indices and masks are copied to the CPU."""
+    """Check an indexing operator, or an operator that accepts only probabilities, by running it on the CPU if one of
+    its `inputs` is on a GPU. An index out of range, or a value that is not a probability, then raises an error. For an
+    indexing operator, only indices and masks are copied to the CPU."""
     of_probabilities = func._overloadpacket in OF_PROBABILITIES
 
     def on_cpu(tensor: Tensor) -> Tensor:

@@ -97,8 +97,8 @@ class Settings:
         return frozenset(map(id, self.root.modules()))
 
     def computed(self, taint: Taint) -> Iterator[PlacePath]:
-        """The paths of the tensors other than parameters that now have tags, such as results of other units. State that
-        only this unit call writes is omitted, since no other call needs to know that this call reads the state."""
+        """The paths of the tensors that now have tags, such as results of other units. Parameters are omitted. State
+        that only this unit call writes is omitted, since no other call needs to know that this call reads the state."""
         for path, tensor in self.snapshot.current():
             tags = () if isinstance(tensor, nn.Parameter) else taint.of([tensor])
             if any(not (isinstance(tag, Kept) and tag.writer == taint.calls) for tag in tags):
@@ -129,8 +129,8 @@ class CallKind:
     `watched` are the paths of the modules whose attribute reads were recorded, and `read` are the attributes that the
     call read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient
     from the leaf, and `reached_aside` lists the other values that receive a gradient. `shares` are the pairs (leaf,
-    input) and `twins` the pairs (leaf, earlier leaf) that share memory. `written` are the inputs to which the call
-    writes, and `met` are the tags of everything that the call reads except its tensor inputs and parameters. `own`
+    input) that share memory, and `twins` are the pairs (leaf, earlier leaf) that do. `written` are the inputs to which
+    the call writes. `met` are the tags of everything that the call reads except its tensor inputs and parameters. `own`
     contains the values of the unit's smallest tensors, on which sizes may depend, or is None for a visit on meta.
     `beside` are the places of tensors that had tags and that the call could read: if the call has met no tags, it has
     read none of these tensors.
@@ -208,7 +208,7 @@ class Kinds:
     `lent` maps each unit to the values (by name) of the unit's tensors that other ranks hold.
 
     Attributes:
-        valued: the units with a kind that was visited with values rather than on meta.
+        valued: the units whose kind was visited with values instead of on meta.
         settings: the settings of each unit at its last call.
     """
 
@@ -436,6 +436,6 @@ def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
 
 
 def _reached_aside(leaf: Any, taint: Taint, of_buffers: Set[Value]) -> frozenset[Value]:
-    """The values other than inputs that receive a gradient from a leaf of the result. Values in the unit's buffers
+    """The values that receive a gradient from a leaf of the result. Inputs are omitted. Values in the unit's buffers
     (`of_buffers`) are assumed to receive a gradient from every tensor."""
     return frozenset(taint.reached(leaf) | of_buffers) if isinstance(leaf, Tensor) else frozenset()
