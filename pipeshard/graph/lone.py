@@ -1,4 +1,4 @@
-"""Lone: the dispatch mode of code that only some ranks run."""
+"""Lone: the dispatch mode for code that only some ranks run."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -14,8 +14,8 @@ from pipeshard.graph.places import PlacePath, is_users_function, names_in, own
 def is_mentioned(place: PlacePath, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
     """Whether code outside `unit` mentions the name of `place`, and may therefore read the value that a call of the
     unit has written to the place. Searches the criterion, the model's classes, the user's decorators in these classes,
-    and functions in attributes of modules, but no class, decorator or function that `unit` also has. True for a place
-    without a name."""
+    and functions in attributes of modules. Skips every class, decorator and function that `unit` also has. Returns True
+    for a place without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True
@@ -38,22 +38,22 @@ def _classes_in(model: nn.Module) -> set[type]:
 
 
 def _members_of(kind: type) -> Iterator[Any]:
-    """The values in the dicts of a class and its bases, except nn.Module. The values are not cached, since the user may
-    replace them."""
+    """The values in the `__dict__` of a class and of each of its bases, except nn.Module and object. The values are not
+    cached, since the user may replace them."""
     for base in kind.__mro__:
         if base not in (nn.Module, object):
             yield from vars(base).values()
 
 
 def _decorating(kinds: Iterable[type]) -> set[CodeType]:
-    """The code of the user's decorators of functions in these classes."""
+    """The code of the user's decorators on functions in these classes."""
     values = (value for kind in kinds for value in _members_of(kind))
     return {decorator.__code__ for value in values if (decorator := _decorator(value))}
 
 
 def _code_held(model: nn.Module) -> set[CodeType]:
-    """The code of the functions in attributes of the modules of `model`, such as a replaced forward, and of their
-    decorators."""
+    """The code of each function that is an attribute of a module in `model`, such as a replaced forward, and the code
+    of the user's decorator on this function."""
     values = (own(value) for module in model.modules() for value in vars(module).values())
     held = [value for value in values if isinstance(value, FunctionType | MethodType | functools.partial)]
     found = (function for value in held for function in (_undecorated(value), _decorator(value)))
@@ -71,6 +71,6 @@ def _undecorated(value: Any) -> FunctionType | None:
 
 
 def _decorator(value: Any) -> FunctionType | None:
-    """The user's decorator of the function of a method, a property or a partial, or None."""
+    """The user's decorator on the function of a method, a property or a partial. None if there is no such decorator."""
     function = _called(value)
     return function if function is not inspect.unwrap(function) and is_users_function(function) else None
