@@ -71,11 +71,11 @@ def _as_ever(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Living(DispatchMode):
-    """Mode that counts the bytes of new storages that are alive. When the storage of a tensor in `before` is freed, its
-    bytes are subtracted. `run` runs each operator. The results of operators in `but` do not count.
+    """Mode that counts the bytes of new storages that are alive. When the storage of a tensor in `before` is freed, the
+    size of this storage is subtracted. `run` runs each operator. The results of operators in `but` do not count.
 
     Attributes:
-        bytes: the size of the living new storages, minus the size of the freed storages of `before`.
+        bytes: the total size of living new storages, minus the total size of freed storages of `before`.
         peak: the maximum of `bytes` so far.
     """
 
@@ -116,15 +116,15 @@ class Work:
     """The work of one unit call at the traced sizes, and the tensors that autograd saves in this call and in the glue
     between the previous call and this call.
 
-    `flops` and `elements` (the number of computed elements) are counted for one forward. `by_parameter` maps the name
-    of each of the unit's parameters to the flops of the operators that read this parameter. The flops of an operator
-    that reads several parameters count for the largest parameter (the weight, not the bias). `kept` maps the keys of
-    the tensors that autograd saves for the backward, except parameters and leaves of the batch, to the sizes of these
-    tensors in bytes. The key of a tensor is the `Value` of a unit's result, or another key that is the same for all
-    calls that save the tensor. A call's intermediate tensors share one key. `temporary` is the peak, during the
-    backward, of the bytes that the backward has allocated (including the gradients of the results) minus the bytes of
-    `kept` that it has freed. `waiting` is the number of bytes that stay allocated after B because W needs them: the
-    inputs of matrix products with trained parameters, and the gradients of these products.
+    `flops` and `elements` (the number of computed elements) are counted for one forward. `by_parameter` maps the names
+    of the unit's parameters to the flops of the operators that read each parameter. If an operator reads several
+    parameters, its flops count only for the largest parameter (the weight, not the bias). `kept` contains the size in
+    bytes of each tensor that autograd saves for the backward, by key. Parameters and leaves of the batch are omitted.
+    The key of a tensor is the `Value` of a unit's result, or another key that is the same for all calls that save the
+    tensor. A call's intermediate tensors share one key. `temporary` is a peak during the backward: the maximum of the
+    bytes that the backward has allocated (including the gradients of the results) minus the bytes of `kept` that the
+    backward has freed. `waiting` is the number of bytes that stay allocated after B because W needs them: the inputs of
+    matrix products with trained parameters, and the gradients of these products.
     """
 
     flops: int
@@ -152,10 +152,11 @@ class Visit:
     """The work of one run of a unit, and the tensors that autograd saves during the run.
 
     `own` contains the bytes of the unit's saved intermediate tensors, by storage. `inputs` and `results` are the
-    positions of saved inputs and results. `passed` maps each result that shares memory with an input to this input.
-    `given` maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters.
-    `factors` maps the storages of the inputs of matrix products with `trained` parameters to their bytes, and
-    `gradients` is the number of bytes of the gradients of these products.
+    positions of saved inputs and results. If a result shares memory with an input, `passed` maps the result to this
+    input. `given` maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters.
+    `factors` and `gradients` describe the matrix products with `trained` parameters: `factors` maps the storage of each
+    input of these products to its size in bytes, and `gradients` is the total size in bytes of the gradients of these
+    products.
     """
 
     flops: int = 0
@@ -182,7 +183,7 @@ class Meter(DispatchMode):
 
     Attributes:
         works: the Work of each unit call.
-        tail: a Work without flops for the tensors of the glue after the last call, including the loss.
+        tail: the Work of the glue after the last call, including the loss. Contains the saved tensors, but no flops.
         same: for each result that shares memory with an argument, the key of the argument in `Work.kept`.
     """
 
@@ -227,8 +228,8 @@ class Meter(DispatchMode):
         visit.own = {entry.key: entry.size for entry in kept if entry.key not in own}
 
     def end(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> None:
-        """Complete the visit of a unit that ran with `parameters` and returned `leaves`. Saved leaves no longer count
-        as the unit's own tensors."""
+        """Complete the visit of a unit that ran with `parameters` and returned `leaves`. From now on, saved tensors
+        that are among `leaves` count as results, not as the unit's own tensors."""
         made = {storage_of(t): k for k, t in enumerate(leaves) if isinstance(t, Tensor)}
         visit.passed = {k: visit.given[key] for key, k in made.items() if key in visit.given}
         visit.results = {made[key] for key in visit.own if key in made}
@@ -274,8 +275,8 @@ class Meter(DispatchMode):
         return entry.tensor
 
     def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
-        """Add the Work of one call of the visited kind. `arguments` are the leaves of the call's arguments (of `tree`),
-        and `result` are the placeholders that the call returns."""
+        """Add the Work of one call of the visited kind. `arguments` are the leaves of the call's arguments, whose
+        structure is `tree`. `result` are the placeholders that the call returns."""
         index = len(self.works)
         self.works.append(self._work(visit, index, arguments, result))
         self.results += [leaf for leaf in result if isinstance(leaf, Tensor)]
