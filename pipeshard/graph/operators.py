@@ -26,7 +26,7 @@ CASTING = "cuda", "cpu"  # device types for which torch.autocast may be enabled
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the values, and in lists and tuples among them."""
+    """The tensors among `values`, including tensors in nested lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -76,7 +76,8 @@ def run_by_shape(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator uses random numbers. Attention without dropout does not, despite its tag."""
+    """Whether an operator uses random numbers. Attention without dropout does not use them, although the operator's tag
+    says so."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):

@@ -37,7 +37,7 @@ def is_users(module: str | None) -> bool:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether the package is in a folder of installed packages. False for an editable installation."""
+    """Whether the package is in a folder of installed packages. An editable installation is not in such a folder."""
     of = sys.modules.get(package)
     folders = [getattr(of, "__file__", None), *getattr(of, "__path__", ())]
     return any(name in str(folder) for folder in folders for name in INSTALLED)
