@@ -80,13 +80,14 @@ def is_comparable(value: Any) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether the value is plain and can be equal on all ranks (not a device, since ranks have different devices)."""
+    """Whether the value is plain and can be equal on all ranks. A device cannot, since each rank has a different
+    device."""
     return isinstance(value, PLAIN) and not isinstance(value, torch.device)
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether these are one object, equal plain values, or the same method of one object (each read of a method creates
-    a new object)."""
+    """Whether `a` and `b` are one object, equal plain values, or the same method of one object. Each read of a method
+    creates a new object, so methods are compared with ==."""
     return a is b or (type(a) is type(b) and isinstance(a, PLAIN_OR_METHOD) and bool(a == b))
 
 
@@ -97,8 +98,8 @@ def own(value: Any) -> Any:
 
 
 def is_users_function(value: Any) -> bool:
-    """Whether the value is a function of the user. functools.wraps gives the user's function the `__module__` of the
-    wrapped function, so the globals of the function are checked too."""
+    """Whether the value is one of the user's functions. functools.wraps gives the user's function the `__module__` of
+    the wrapped function, so the globals of the function are checked too."""
     if not isinstance(value, FunctionType):
         return False
     return is_users(value.__module__) or is_users(value.__globals__.get("__name__"))
@@ -106,7 +107,7 @@ def is_users_function(value: Any) -> bool:
 
 def _is_users_code(value: Any) -> bool:
     """Whether a value from a class, file or registry of a package is the user's code: a function, a partial, method or
-    property with such a function, or a callable instance of the user's class."""
+    property that contains such a function, or a callable instance of one of the user's classes."""
     if isinstance(value, functools.partial | MethodType | property):
         return any(_is_users_code(getattr(value, name, None)) for name in ("func", "__func__", "fget"))
     if isinstance(value, FunctionType):
@@ -130,7 +131,7 @@ def format_path(path: PlacePath) -> str:
 
 def resolve(root: Any, path: Iterable[PathStep]) -> Any:
     """The value at the end of a path that starts at `root`. A path that was recorded while unit calls were intercepted
-    can be resolved while they are not intercepted, and vice versa."""
+    can be resolved while unit calls are not intercepted, and vice versa."""
     for how, key in path:
         if how in ("attr", "class", "code"):
             root = getattr(root, key)
@@ -206,8 +207,8 @@ def entries_of(content: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def ways_to_hold(value: Any) -> Iterator[str]:
-    """The ways in which a value holds content that may change ("attr", "item", ...). An immutable value, such as a
-    tuple, has none."""
+    """The ways in which a value holds content that may change ("attr", "item", ...). Yields nothing for an immutable
+    value, such as a tuple."""
     if _is_builtin(value):  # most values, decided fast
         yield "item" if type(value) is dict else "list"
         return
@@ -238,7 +239,7 @@ def _is_builtin(value: Any) -> bool:
 
 
 def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
-    """Yield (step, object) for each object to which a value refers, if the object cannot be replaced in the value."""
+    """Yield (step, object) for each object to which a value refers and that cannot be replaced in the value."""
     if _is_builtin(value):
         return
     if isinstance(value, tuple):
@@ -271,8 +272,8 @@ def _has_code(kind: Any) -> bool:
 
 
 def code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
-    """For a class of the user, its functions and properties. For a package's class, the user's code in the class, in
-    its bases that are not layers, and in its Python module."""
+    """The functions and properties of a class that is the user's own. For a package's class, the user's code in the
+    class, in the bases of the class that are not layers, and in the Python module of the class."""
     code = _attributes_of(kind)
     if is_users(kind.__module__):
         yield from ((PathStep("class", name), v) for name, v in code.items() if isinstance(v, FunctionType | property))
@@ -287,7 +288,7 @@ def code_of(kind: Any) -> Iterator[tuple[PathStep, Any]]:
 
 
 def _attributes_of(kind: Any) -> dict[str, Any]:
-    """The attributes of a class by name, with the functions of its static and class methods."""
+    """The attributes of a class, by name. Static and class methods are replaced by their functions."""
     return {name: getattr(value, "__func__", value) for name, value in vars(kind).items()}
 
 
@@ -470,8 +471,8 @@ def _value(cell: Any) -> Any:
 
 
 def _globals(function: Any) -> Iterator[str]:
-    """The global names in a function's code whose values may change, and `module.name` for such names in the user's
-    modules."""
+    """The global names in a function's code whose values may change. For such a name in one of the user's modules,
+    `module.name`."""
     space, code = function.__globals__, function.__code__
     for name in _globals_in(code):
         if name in space and _may_change(space[name]):

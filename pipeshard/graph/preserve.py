@@ -1,8 +1,8 @@
 """Preserving: running a model, and restoring its state afterwards.
 
 A copy of the model would not fit if the model fills the machine's memory, and a copy on meta would have no values. So
-the model itself is run. Python state is restored from a Snapshot, and a tensor is copied only when an operator is about
-to write to it.
+pipeshard runs the model itself. Python state is restored from a Snapshot, and a tensor is copied only when an operator
+is about to write to it.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from pipeshard.private import DispatchMode
 def preserving(
     model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
-    """Context manager that restores, on exit, the modules and everything reachable from their code or from the
-    criterion: cached tensors, counters, statistics, generators, hooks, and tensors that were written to, including
-    parameters. Inside the context, the model's key-value caches (`use_cache`) are disabled.
+    """Context manager that restores the modules, and everything that is reachable from their code or from the
+    criterion, on exit: cached tensors, counters, statistics, generators, hooks, and tensors that were written to,
+    including parameters. Inside the context, the model's key-value caches (`use_cache`) are disabled.
 
-    With `timed`, no operator is intercepted, and among the tensors that were written to, only buffers are restored. A
+    With `timed`, no operator is intercepted. Of the tensors that were written to, only buffers are then restored. A
     snapshot of a large model takes a long time: if nothing has changed the model since an earlier use of this context
     manager, pass as `before` the object that the earlier use yielded.
     """
@@ -48,7 +48,8 @@ def preserving(
 
 
 class Before:
-    """The state of a model, a criterion and everything that their code reaches, recorded on creation."""
+    """The state of a model, a criterion and everything that their code reaches, recorded when this object is
+    created."""
 
     def __init__(self, model: nn.Module, criterion: Callable[..., Any] | None = None) -> None:
         self.snapshot = Snapshot({"": model}, then={"the criterion": criterion})
@@ -113,7 +114,8 @@ class Writes(DispatchMode):
             self._kept[key] = storage, storage.clone()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a released parameter: a single element of one of `storages`, expanded to a shape."""
+        """Whether the tensor is a released parameter: a single element of one of `storages`, expanded to the
+        parameter's shape."""
         return storage_of(tensor) in self.storages and tensor.numel() > 1 and not any(tensor.stride())
 
     def undo(self) -> None:
