@@ -1,9 +1,9 @@
-"""Questions: glue's Python decisions that depend on a batch's values (`if mask.all():`). They are evaluated again for
-every other batch.
+"""Questions: glue's Python decisions that depend on a batch's values (`if mask.all():`). These decisions are evaluated
+again for every other batch.
 
-If the answer differs, the model may take a different path, and another Dataflow is needed. torch.export fails at such a
-branch, or specializes to one path. Here, Recipes records the operators that compute the answer from the batch. Integers
-among the operators' arguments may depend on the sizes of the batch (`mask.sum() == mask.numel()`).
+If the answer differs, the model may take a different path, and another Dataflow is needed. At a branch that depends on
+values, torch.export fails or specializes to one path. Here, Recipes records the operators that compute the answer from
+the batch. Integers among the operators' arguments may depend on the sizes of the batch (`mask.sum() == mask.numel()`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +25,15 @@ NO_VERSION = -1  # of a tensor made in inference mode: torch does not count writ
 
 @dataclass(frozen=True)
 class _Slot:
-    """A reference to a leaf of the batch, by path, or to the result of an earlier operator, by number."""
+    """A reference to a leaf of the batch (by the leaf's path), or to the result of an earlier operator (by the
+    operator's number)."""
 
     of: str | int
 
 
 class _Result(NamedTuple):
-    """The call of an operator in glue that computed a tensor, valid until something writes to the tensor."""
+    """The call of an operator with which glue computed a tensor. The record is valid until something writes to the
+    tensor."""
 
     version: int
     func: Any
@@ -47,7 +49,7 @@ class Operator(NamedTuple):
     tree: TreeSpec
 
     def is_as(self, other: "Operator") -> bool:
-        """Whether the two operators are equal except for integers."""
+        """Whether the two operators are equal, apart from integers among their arguments."""
         same = self.func is other.func and self.tree == other.tree and len(self.leaves) == len(other.leaves)
         return same and all(map(_are_alike, self.leaves, other.leaves))
 
@@ -60,10 +62,10 @@ def _are_alike(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """A decision of glue on the batch's leaves `paths`. `steps` are the operators that compute the decision, and
-    `answer` is the result of the last operator. `steps` is None if the question cannot be evaluated for other batches.
-    The answer is then valid only for the traced values. The question of a criterion's count (`is_count`) decides
-    nothing, so it has no `answer`, and holds for every batch."""
+    """A decision of glue that depends on the batch's leaves `paths`. `steps` are the operators that compute the
+    decision, and `answer` is the result of the last operator. `steps` is None if the question cannot be evaluated for
+    other batches. The answer is then valid only for the traced values. A Question that computes a criterion's count
+    (`is_count`) decides nothing, so the Question has no `answer` and holds for every batch."""
 
     steps: tuple[Operator, ...] | None
     answer: Any
@@ -100,7 +102,8 @@ class Question:
         return True, results[-1]
 
     def is_as(self, other: "Question") -> bool:
-        """Whether the other question has the same answer, and the same operators except for integers."""
+        """Whether the other question has the same answer and the same operators, apart from integers among the
+        operators' arguments."""
         if self.steps is None or other.steps is None or len(self.steps) != len(other.steps):
             return False
         return self.answer == other.answer and all(a.is_as(b) for a, b in zip(self.steps, other.steps, strict=True))
@@ -138,7 +141,7 @@ class Recipes:
 
     @property
     def rewritten(self) -> frozenset[str]:
-        """The leaves of the batch that have been written to, including lists that contain such a tensor."""
+        """The leaves of the batch that have been written to, including leaves that are lists with such a tensor."""
         return frozenset(path for path, tensor, version in self._tensors if tensor._version != version)
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
@@ -173,9 +176,9 @@ class Recipes:
         return question
 
     def ask_count(self, count: Any, is_own: Callable[[Tensor], bool]) -> None:
-        """Record the question of a criterion's count, if this count was computed only from the batch, Python values and
-        the criterion's own tensors (`is_own`). The values of other tensors, and numbers that were read from these
-        tensors, may change from step to step."""
+        """Record the Question that computes a criterion's count, if this count was computed only from the batch, Python
+        values and the criterion's own tensors (`is_own`). The values of other tensors, and numbers that were read from
+        these tensors, may change from step to step."""
         of_count = self._results.get(count) if isinstance(count, Tensor) else None
         if of_count is None or self.is_unasked or not _has_version(count, of_count.version):
             return
@@ -215,7 +218,8 @@ class Recipes:
 
 
 def _has_version(tensor: Tensor, version: int) -> bool:
-    """Whether nothing has written to the tensor since it had this version. False if the version is unknown."""
+    """Whether nothing has written to the tensor since the tensor had this version. Returns False if the version is
+    unknown."""
     return version != NO_VERSION and tensor._version == version
 
 

@@ -39,11 +39,11 @@ class Readers:
         return noting_reads(self.inner, note)
 
     def outside_glue(self) -> AbstractContextManager[None]:
-        """Context manager in which reads do not count as reads by glue."""
+        """Context manager in which reads of attributes do not count as reads by glue."""
         return replaced(self, in_glue=False)
 
     def note_call(self, index: int, kind: CallKind, settings: Settings) -> None:
-        """Record the attributes of modules outside the unit that call `index` reads. The unit has `settings`."""
+        """Record the attributes that call `index` reads from modules outside the unit. The unit has `settings`."""
         modules = settings.modules if kind.reads_outside else {}
         addresses = {path: address for address, (_, path) in modules.items()}
         for path, name in kind.reads_outside:
@@ -66,8 +66,8 @@ class Readers:
         yield from self._observed_in_objects(calls, settings)
 
     def numbers(self, valued: Iterable[str], settings: Mapping[str, Settings]) -> Iterator[tuple[Observed, str]]:
-        """The constants that the units in `valued` now have in attributes that other code reads, also inside dicts and
-        lists, each with the value as text."""
+        """The constants that are now in those attributes of the units in `valued` that other code reads, each with its
+        value as text. Constants inside dicts and lists are included."""
         for unit in valued:
             for module, path in settings[unit].modules.values():
                 for name, readers in self._readers[id(module)].items() if id(module) in settings[unit].own else ():
@@ -99,8 +99,9 @@ class Readers:
 
 
 def _as_text(place: PlacePath, value: Any, around: tuple[int, ...] = ()) -> Iterator[tuple[PlacePath, str]]:
-    """Yield the place, with its value as text, if the value is a constant or a list of constants. For a dict, yield
-    each such entry. `around` are the ids of the dicts that contain the value, since a dict may contain itself."""
+    """If the value is a constant or a list of constants, yield the place with the value as text. For a dict, yield each
+    entry that has such a value. `around` are the ids of the dicts that contain the value, since a dict may contain
+    itself."""
     if type(value) is dict and id(value) not in around:
         for key, entry in value.items():
             yield from _as_text((*place, PathStep("item", key)), entry, (*around, id(value)))
@@ -109,6 +110,6 @@ def _as_text(place: PlacePath, value: Any, around: tuple[int, ...] = ()) -> Iter
 
 
 def _names(settings: Settings, names_of: Callable[[CodeType], Iterable[str]]) -> set[str]:
-    """The names in the code of the user's functions that a unit reaches."""
+    """The names in the code of each of the user's functions that a unit reaches."""
     functions = (value for value in settings.snapshot.reached if isinstance(value, FunctionType))
     return {name for function in functions for name in names_of(function.__code__)}
