@@ -1,4 +1,4 @@
-"""RNG: random numbers that depend neither on the stage that generates them nor on the number of runs of a unit."""
+"""RNG: random numbers that depend neither on the stage that generates them nor on how often a unit runs."""
 
 import copy
 import hashlib
@@ -33,11 +33,12 @@ def generator_of(device: torch.device) -> torch.Generator:
 class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so a dropout mask does not
     depend on the number of stages. In a forward-only call, the hash also contains the number of forward-only calls
-    since the last training step. If `model` is not 0, the hash also contains this number.
+    since the last training step. If `model` is not 0, the hash also contains `model`.
 
-    A position is a unit call, or the glue before a call or after the last call. At each position, every stage uses the
-    same random numbers as a run with one stage. Torch is always seeded, for dropout. `random` and numpy take longer to
-    seed, so they are seeded only if `python` is True, that is, if the model uses them (LayerDrop, masked features).
+    A position is a unit call, the glue before a unit call, or the glue after the last unit call. At each position,
+    every stage uses the same random numbers as a run with one stage. Torch is always seeded, for dropout. `random` and
+    numpy take longer to seed, so they are seeded only if `python` is True, that is, if the model uses them (LayerDrop,
+    masked features).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,11 +52,12 @@ class Randomness:
 
     @contextmanager
     def step(self, seed: int, step: int, first: int = 0, forwards: int = 0) -> Iterator[None]:
-        """Context manager in which forwards use the random numbers of this step. The user's generators are restored on
-        exit.
+        """Context manager in which forwards use the random numbers of step `step`. The user's generators are restored
+        on exit.
 
         `first` is the number of this replica's first microbatch: microbatches are numbered across replicas. `forwards`
-        is the number of a forward-only call, counted from the last training step, or 0 for a training step.
+        is 0 for a training step. For a forward-only call, it is the number of this call, counted from the last training
+        step.
         """
         states = _states(self.generators)
         others = (forwards, self.model) if self.model else (forwards,) if forwards else ()
@@ -70,7 +72,7 @@ class Randomness:
         self._key = (*self._key[:2], self._first + i, *self._key[3:])
 
     def at(self, place: int) -> Callable[[], None]:
-        """Seed the generators for the position `place`, and return a function that seeds them again in the same way."""
+        """Seed the generators for the position `place`, and return a function that repeats this seeding."""
         number = _number(struct.pack(f"<{len(self._key) + 1}q", *self._key, place))
         _seed(self.generators, number, self.python)
         return partial(_seed, self.generators, number, self.python)
@@ -121,7 +123,8 @@ class Draws:
 @contextmanager
 def seeded(number: int) -> Iterator[None]:
     """Context manager in which torch's CPU generator, the current GPU's generator, `random` and numpy start from the
-    seed `number`. All are restored on exit. torch.manual_seed would also seed the generators of all other GPUs."""
+    seed `number`. All of these generators are restored on exit. Unlike this context manager, torch.manual_seed also
+    seeds the generators of all other GPUs."""
     gpus = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
     generators = [torch.default_generator, *gpus]
     before = _states(generators)
@@ -167,7 +170,7 @@ def _restore(generators: Generators, states: Any) -> None:
 
 
 def _number(key: bytes) -> int:
-    """A 32-bit hash of `key` as a seed: numpy accepts at most 32 bits."""
+    """A 32-bit hash of `key`, for use as a seed: numpy accepts seeds of at most 32 bits."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
 
 
@@ -189,7 +192,8 @@ MOST_REPEATS = 1 << 16  # the maximum number of kept Repeats: other runtimes do 
 
 
 def own_checkpoint() -> object:
-    """An object that identifies the innermost active torch.utils.checkpoint (non-reentrant), or None."""
+    """An object that identifies the innermost active non-reentrant torch.utils.checkpoint, or None if no such
+    checkpoint is active."""
     hooks = saved_tensors_hooks(False)
     return hooks[0] if hooks and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.") else None
 
@@ -213,8 +217,8 @@ class CheckpointSpans:
 @dataclass(slots=True)
 class Repeat:
     """The state that a second run of a call needs. `before` and `after` restore the generators to their states before
-    and after the first run. With `is_answered`, `result` is the result of a call that another stage (possibly of the
-    same rank) ran."""
+    and after the first run. If `is_answered` is True, another stage (possibly of the same rank) ran the call, and
+    `result` is its result."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
@@ -224,8 +228,9 @@ class Repeat:
 
 class Repeats:
     """The Repeats of calls in checkpoints. A checkpoint restores torch's generators to their states at the start of the
-    checkpoint. Each microbatch calls a unit with a different state of the generators, so unit and state identify a
-    repeated call. `stage` is part of the key, since several stages of a rank may call the unit with the same state."""
+    checkpoint. The state of the generators when a unit is called is different for each microbatch, so the unit and this
+    state identify a repeated call. `stage` is part of the key, since several stages of a rank may call the unit with
+    the same state."""
 
     def __init__(self, randomness: Randomness) -> None:
         self.randomness = randomness
@@ -234,9 +239,9 @@ class Repeats:
         self._kept: dict[tuple[int, str, bytes], Repeat] = {}
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
-        """An empty Repeat of the current call of `unit`. The caller fills in the fields. The Repeat is kept only if the
-        call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint.
-        The first call in such a checkpoint and all later calls are on one stage."""
+        """An empty Repeat for the current call of `unit`. The caller of this method fills in the fields. The Repeat is
+        kept only if the call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a
+        reentrant checkpoint. One stage runs all unit calls from the first call in such a checkpoint on."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -245,8 +250,8 @@ class Repeats:
         return repeat
 
     def pop(self, unit: str) -> Repeat | None:
-        """Remove and return the Repeat of the call that is now repeated. Returns None if user code makes the call.
-        Raises TraceError in a backward whose stage is unknown."""
+        """Remove and return the Repeat of the call that is being repeated. Returns None if user code makes the call. In
+        a backward whose stage is unknown, raises TraceError."""
         if self.is_unknown and graph_task() != -1:
             raise TraceError(
                 f"the model calls unit {unit} in its own torch.utils.checkpoint, but another runtime runs several "
@@ -261,8 +266,8 @@ class Repeats:
 
 
 class SharedDraws(DispatchMode):
-    """Mode in which a run of glue on a part of the samples uses the same random numbers as the run on all samples.
-    Dropout returns its input."""
+    """Mode in which a run of glue on some of the samples uses, for these samples, the same random numbers as the run on
+    all samples. Dropout returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,8 +298,8 @@ class SharedDraws(DispatchMode):
         return result
 
     def drawn(self, func: Any, tensor: Tensor) -> None:
-        """In the first run, record the random result of an operator. In later runs, overwrite the result with its part
-        of the recorded values."""
+        """In the first run, record the random result of an operator. In later runs, overwrite the result with the
+        corresponding part of the recorded values."""
         if self.is_whole:
             self.whole.append(tensor.clone())
         else:
@@ -309,8 +314,8 @@ def torch_states() -> list[Tensor]:
 
 
 def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
-    """The part of `full` with this shape. In each dimension in which `shape` is smaller, the part is the start of
-    `full` if `rows` starts at 0, otherwise the end."""
+    """The part of `full` that has shape `shape`. In each dimension in which `shape` is smaller than `full`, the part is
+    taken from the start if `rows` starts at 0, otherwise from the end."""
     for dim, size in enumerate(shape):
         if size != full.shape[dim]:
             full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)

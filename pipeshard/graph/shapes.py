@@ -71,10 +71,10 @@ def is_count(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Axes:
-    """The groups of axes of one batch structure. The axes in group 0 count the samples.
+    """The groups of axes of batches with one structure. The axes in group 0 count the samples.
 
     Sequence axes of the same size on the same side (encoder or decoder) form one group. All other axes are pinned: a
-    batch in which a pinned size differs must be traced again.
+    batch in which the size of a pinned axis differs from the traced size must be traced again.
     """
 
     groups: tuple[Group, ...]
@@ -112,14 +112,15 @@ class Axes:
         )
 
     def pin(self, pinned: set[int]) -> Self:
-        """The same axes with the sizes of these groups fixed."""
+        """These Axes with the sizes of the groups `pinned` fixed."""
         keep = [g for g in range(len(self.groups)) if g not in pinned]
         groups, sizes = tuple(self.groups[g] for g in keep), tuple(self.sizes[g] for g in keep)
         return type(self)(groups, sizes, self.tensors, self.others)
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
-        """The differences of the groups' sizes from the traced sizes, or None if the structure, a pinned size or a
-        non-tensor leaf of `batch` differs. Boundaries of documents may differ if the traced batch has none."""
+        """The differences between the groups' sizes in `batch` and the traced sizes. None if `batch` has a different
+        structure, pinned size or non-tensor leaf than the traced batch. If the traced batch has no boundaries of
+        documents, `batch` may have them."""
         if absent := [path for path, leaf in self.others if path in BOUNDARIES and leaf == text(None)]:
             batch = batch.without(absent)
         tensors = batch.tensors
@@ -143,8 +144,8 @@ class Axes:
         return tuple(deltas)
 
     def shortened(self, batch: Batch, length: int) -> Batch:
-        """`batch` with every group except group 0 (the samples) shortened to at most `length`. Returns the same object
-        if no such group is longer."""
+        """`batch` with every group except group 0 (the samples) shortened to at most `length`. Returns `batch` itself
+        if no such group is longer than `length`."""
         deltas = self.deltas(batch) or (0,) * len(self.sizes)
         for group, (size, delta) in list(enumerate(zip(self.sizes, deltas)))[1:]:
             if size + delta > length:
@@ -177,7 +178,7 @@ ANCHOR = torch.zeros((), device="cpu", requires_grad=True)  # the input of every
 
 
 class _StandIn(torch.autograd.Function):
-    """Non-leaf zeros that require grad, so that glue may write to them in place."""
+    """Zeros that require grad but are not a leaf of autograd's graph, so glue may write to them in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
@@ -221,9 +222,9 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """New tensors on `device`, by name, for a unit's parameters and buffers. Tied names share one tensor. Unless
-    `device` is meta, a tensor has the values in `lent` (from another rank) if there are any, otherwise its values on
-    this rank, otherwise zeros."""
+    """New tensors on `device`, by name, for a unit's parameters and buffers. Tied names share one tensor. On a device
+    other than meta, each tensor contains the first of the following that exists: its values in `lent` (from another
+    rank), its values on this rank, or zeros."""
     lent = lent or {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     blanks: dict[Tensor, Tensor] = {}
@@ -238,5 +239,6 @@ def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tens
 
 
 def is_trainable(tensor: Tensor) -> bool:
-    """Whether a parameter is trained on this stage, or on another stage if this stage has released the parameter."""
+    """Whether a parameter is trained on this stage. If this stage has released the parameter, whether another stage
+    trains it."""
     return getattr(tensor, "pipeshard_trainable", tensor.requires_grad)
