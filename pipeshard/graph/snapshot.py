@@ -1,8 +1,8 @@
 """Snapshot: a record of the mutable state that code can reach from some objects, used to find later changes.
 
 The state that a unit or glue leaves behind is found by comparison: everything that the code can reach is recorded
-before a run, and compared after the run. So pipeshard needs no list of the ways in which models leave state. Running a
-copy of the objects would not work, since hooks, generators and shared objects must stay the same objects.
+before a run, and compared after the run. So pipeshard needs no list of the ways in which models leave state. A run on a
+copy of the objects would not work, since hooks, generators and shared objects must remain the original objects.
 """
 
 import functools
@@ -49,8 +49,8 @@ class Thresholds(NamedTuple):
     in_places: Counter[float]
 
     def without(self, moved: Iterable[tuple[float, float]]) -> Self:
-        """These numbers without the former numbers of changed places. `moved` has (before, now) for each changed
-        place."""
+        """These numbers without the former numbers of places that have changed. `moved` contains (before, now) for each
+        of these places."""
         return self._replace(in_places=self.in_places - Counter(before for before, _ in moved))
 
     def lie_between(self, before: float, now: float) -> bool:
@@ -76,8 +76,8 @@ class Change(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """An object whose content can be changed, and a copy of this content. `live` is the dict that stores the content,
-    if there is one, and `values` are the recorded values of this dict."""
+    """An object whose content can change, and a copy of this content. `live` is the dict that stores the content, or
+    None if there is no such dict. `values` are the recorded values of this dict."""
 
     path: PlacePath
     object: Any
@@ -88,13 +88,13 @@ class Holder(NamedTuple):
 
 
 class Snapshot:
-    """The state of everything that is reachable from `roots`, other than through the objects in `without`, recorded
-    when the Snapshot is created. Paths begin with the name of their root. `then` are roots that are walked last, so an
-    object that `roots` also reach has a path from one of `roots`.
+    """The state of everything that is reachable from `roots`, recorded when the Snapshot is created. Objects in
+    `without` are not entered. A path begins with the name of its root. `then` contains further roots, which are walked
+    last: if an object can be reached from both, its path begins at one of `roots`.
 
     Attributes:
         paths: the path of each holder, by id.
-        tensors: for each tensor, its place (path, holder, key), the tensor, and its `_version`.
+        tensors: for each tensor, the path, holder and key of its place, the tensor itself, and its `_version`.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The changes of places whose values were replaced. Fast if nothing has changed, since every step
-        compares the state of a whole model.
+        """The changes of places whose values were replaced. This method is fast if nothing has changed, since every
+        step compares the state of a whole model.
 
         `same(before, now)` decides whether two different objects count as equal.
         """
@@ -155,8 +155,8 @@ class Snapshot:
         return self._seen.values()
 
     def current(self) -> Iterator[tuple[PlacePath, Tensor]]:
-        """The tensors that the recorded objects contain now, with their paths. These tensors may have replaced the
-        recorded tensors."""
+        """The tensors that the recorded objects contain now, with their paths. Some of them may have replaced recorded
+        tensors."""
         yield from ((path, tensor) for path, holder, _, tensor, _ in self.tensors if id(holder) not in self.paths)
         for path, holder, how, *_ in self._with_tensors:
             for key, entry in entries_of(content_of(holder, how)):
@@ -168,7 +168,7 @@ class Snapshot:
         return [holder for holder in self.holders if any(isinstance(e, Tensor) for _, e in entries_of(holder.content))]
 
     def constants(self) -> set[int]:
-        """The ids of values to which other values refer without a place, such as items of a tuple."""
+        """The ids of values to which other values refer, but not at a place (for example, the items of a tuple)."""
         return {id(value) for seen in self._seen.values() for _, value in constants_of(seen)}
 
     def restore(self) -> None:
@@ -203,14 +203,15 @@ class Snapshot:
         return ways_to_hold(value)
 
     def _entries(self, path: PlacePath, content: Any) -> Iterable[tuple[Any, Any]]:
-        """The entries of a holder that are walked, with their keys."""
+        """The entries of a holder that the walk visits, with their keys."""
         return entries_of(content)
 
     def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
         return constants_of(value)
 
     def _meet(self, path: PlacePath, holder: Any, key: Any, entry: Any, queue: deque[tuple[PlacePath, Any]]) -> None:
-        """Record the entry of `holder` at `key`: a tensor, or an object to walk."""
+        """Record `entry`, which `holder` contains at `key`. A tensor is stored, and any other object is added to the
+        walk."""
         if not isinstance(entry, Tensor):
             queue.append((path, own(entry)))
         elif id(entry) not in self._seen and not entry.is_inference():
@@ -268,8 +269,9 @@ def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> It
 
 
 class Hooks:
-    """The hooks that `modules`, given as (path, module), have when this object is created. A Snapshot walks the hooks,
-    but does not compare the dicts that contain the hooks, since the keys of these dicts are ids of handles."""
+    """The hooks of `modules` at the time when this object is created. Each of `modules` is given as (path, module). A
+    Snapshot walks the hooks, but does not compare the dicts that contain the hooks, since the keys of these dicts are
+    ids of handles."""
 
     def __init__(self, modules: Iterable[tuple[PlacePath, nn.Module]], names: Iterable[str] = CALLED_HOOKS) -> None:
         held = ((path, name, module.__dict__.get(name)) for path, module in modules for name in names)
@@ -278,6 +280,6 @@ class Hooks:
         self._full = [entry for entry in self.recorded if entry[2]]
 
     def changed(self) -> Iterator[tuple[PlacePath, Any, Any]]:
-        """The dicts of hooks that have changed, each as (path, dict, recorded content). Fast if the modules have no
-        hooks."""
+        """The dicts of hooks that have changed, each as (path, dict, recorded content). This method is fast if the
+        modules have no hooks."""
         return (entry for entry in (self.recorded if any(self._empty) else self._full) if entry[1] != entry[2])
