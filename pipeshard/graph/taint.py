@@ -1,9 +1,9 @@
 """Taint: the values from which each tensor was computed, recorded for each storage.
 
-Autograd's graph shows the dependencies of floating-point results. It shows neither the dependencies of integers and
-masks, nor dependencies through writes under no_grad or through `data`, nor the values on which Python has branched. So
-a dispatch mode propagates tags from the inputs of each operator to the outputs. Tags belong to storages, so a view has
-the tags of its base.
+Autograd's graph shows the dependencies of floating-point results. Autograd's graph does not show the dependencies of
+integers and masks, dependencies through writes under no_grad or through `data`, or the values on which Python has
+branched. So a dispatch mode propagates tags from the inputs of each operator to the outputs. Tags belong to storages,
+so a view has the tags of its base.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -87,7 +87,7 @@ FOR_ALL = -1
 
 class Hook(NamedTuple):
     """A gradient hook that glue registers at `line`, after `calls` unit calls. `home` is the Value on which the hook is
-    registered, or None for a tensor that glue computed from Values."""
+    registered, or None if the hook is registered on a tensor that glue computed from Values."""
 
     calls: int
     home: Value | None
@@ -245,8 +245,8 @@ class Taint(DispatchMode):
         return result, hidden
 
     def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """Run an operator of glue. If an input is on meta, the result is zeros. If all inputs and the target device are
-        meta, the result stays on meta."""
+        """Run an operator of glue. If an input is on meta, the result is zeros. If all inputs are on meta and the
+        target device is meta, the result stays on meta."""
         device = kwargs.get("device")
         moved = device is not None and torch.device(device).type == "meta"  # the target is a parameter's device
         if not any(t.is_meta for t in inputs):
@@ -257,9 +257,9 @@ class Taint(DispatchMode):
     def decide(
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
-        """Record a decision: a Python branch, or with `shaping` a shape, depends on values with these tags. Decisions
-        inside a unit are ignored. `is_asked` means that a Question or `shapes` records the decision. `is_for_all` means
-        that no stage, not even the last, can make the decision."""
+        """Record a decision: a Python branch depends on values with these tags. With `shaping`, a shape depends on them
+        instead. Decisions inside a unit are ignored. `is_asked` means that a Question or `shapes` records the decision.
+        `is_for_all` means that no stage, not even the last, can make the decision."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -276,7 +276,7 @@ class Taint(DispatchMode):
     def _note_shapes(self, func: Any, args: Any, inputs: Iterable[Tensor], result: Any) -> None:
         """Record the inputs that determine the shape of an operator's result in the criterion.
 
-        The last stage runs the criterion itself, so such a shape matters only if Python code or a unit reads it.
+        The last stage runs the criterion itself, so such a shape matters only if Python code or a unit reads the shape.
         """
         paths = frozenset[str]().union(*(self.shapes.get(storage_of(tensor), ()) for tensor in inputs))
         if func._overloadpacket not in SCALAR:
@@ -290,7 +290,8 @@ class Taint(DispatchMode):
             self.read_shape(result)
 
     def read_values(self, tensor: Tensor, is_by_address: bool = False) -> None:
-        """Record that Python code reads a tensor's values, or (`is_by_address`) its address, without a Question."""
+        """Record that Python code reads a tensor's values without a Question. With `is_by_address`, the code reads the
+        tensor's address instead."""
         tags = self.of([tensor])
         self.decide(tags)
         self.read_shape([tensor])
@@ -302,13 +303,13 @@ class Taint(DispatchMode):
 
     @property
     def read_between(self) -> set[str]:
-        """The inputs from which glue computed lengths (one number, or one number per sample) that glue read before a
-        unit call: such lengths may determine shapes."""
+        """The inputs from which glue computed lengths, if glue read these lengths before a unit call: such lengths may
+        determine shapes. A length is one number, or one number per sample."""
         return {path for path, calls in self.lengths.items() if calls < self.calls}
 
     def read_positions(self, tensors: Iterable[Any]) -> None:
         """Record that an operator splits a tensor at the positions in these tensors, which the operator reads by
-        address. Tensors without dimensions are skipped, since the dispatcher sees these reads."""
+        address. Tensors without dimensions are skipped, since the dispatcher sees reads of such tensors."""
         positions = [tensor for tensor in tensors_among(tensors) if tensor.ndim]
         self.decide(self.of(positions), shaping=True)
         self.read_shape(positions)
@@ -357,8 +358,8 @@ class Taint(DispatchMode):
                     waiting.append(storage_of(other))
 
     def alias(self, one: Tensor, other: Tensor, unseen: frozenset[Tag]) -> None:
-        """Record that two tensors share memory in a real run, but not in the trace. A write to either tensor then adds
-        the tags `unseen` to the other."""
+        """Record that two tensors share memory in a real run, but not in the trace. From then on, a write to one tensor
+        adds the tags `unseen` to the other tensor."""
         for a, b in ((one, other), (other, one)):
             self._alive.append(address_of(a))
             self.aliases.setdefault(storage_of(a), []).append((b, unseen))
@@ -371,7 +372,7 @@ class Taint(DispatchMode):
 
 
 def _only_parameters(tags: frozenset[Tag]) -> tuple[str, ...]:
-    """The names of the parameters among `tags`, or () if the tags contain anything computed by units."""
+    """The names of the parameters among `tags`, or () if a tag refers to anything that units compute."""
     if any(isinstance(tag, Value | Hidden | Hooked) for tag in tags):
         return ()
     return tuple(sorted(tag.name for tag in tags if isinstance(tag, Used)))
