@@ -53,15 +53,17 @@ def trace(
     sizes.
 
     Modules named in `cuts` are units at any depth. A module without parameters is also a unit if its code branches on
-    activations. A unit that does not run on meta (it needs values, or its kernels need memory) runs once on `device`
-    (default: the model's). The unit's own tensors then have the values in `lent` (by unit and name), otherwise the
-    values on this rank, otherwise zeros. Without `grad`, the glue runs as under no_grad, and no result requires grad.
-    `draw` seeds the random numbers of the glue, as described for Tracer.
+    activations. A unit that does not run on meta (because it needs values, or its kernels need memory) runs once on
+    `device` (default: the model's device). Each of the unit's own tensors then contains the first of the following that
+    exists: its values in `lent` (by unit and name), its values on this rank, or zeros. Without `grad`, the glue runs as
+    under no_grad, and no result requires grad. `draw` seeds the random numbers of the glue, as described for Tracer.
 
-    Raises TraceError if the forward or the criterion fails (the error names the unit, the last unit before the error,
-    or the criterion), ConfigurationError if the criterion trains tensors outside the model, PartitionError for a name
-    in `cuts` that is not a module inside the model, and BatchError if the labels in a tuple are passed to the model as
-    another argument.
+    Raises:
+        TraceError: the forward or the criterion fails. The error names the unit, the last unit before the error, or the
+            criterion.
+        ConfigurationError: the criterion trains tensors outside the model.
+        PartitionError: a name in `cuts` is not a module inside the model.
+        BatchError: the labels in a tuple are passed to the model as another argument.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
@@ -78,8 +80,8 @@ def trace(
 
 
 def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) -> Dataflow:
-    """The Dataflow for batches of any size. With `exact`, or if a trace for any size fails, the Dataflow is valid only
-    for the sizes of `sample`. `tracer_of` creates a Tracer for batches like its argument."""
+    """The Dataflow for batches of any size. With `exact`, or if no such Dataflow can be traced, the Dataflow is valid
+    only for the sizes of `sample`. `tracer_of` creates a Tracer for batches like its argument."""
     if not exact:
         try:
             return _trace_any(tracer_of, sample)
@@ -109,9 +111,9 @@ def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
 
 
 def _traced_rows(sample: Batch) -> Tensor:
-    """The indices of the samples to trace: the first samples and, for each media leaf without an entry for these
-    samples, the first sample with an entry. Without the latter sample, the Dataflow would lack the units that read the
-    leaf."""
+    """The indices of the samples to trace: the first ROWS samples. If a media leaf has no entry for these samples, the
+    first sample with an entry in this leaf is added. Without the added sample, the Dataflow would lack the units that
+    read the leaf."""
     rows = [row % sample.rows for row in range(ROWS)]
     for counts in sample.owners.values():
         if any(counts) and not any(counts[row] for row in rows):
@@ -125,8 +127,8 @@ def _axes(tracer: Tracer, batch: Batch) -> Axes:
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
     """Return `flow` with the slope of every dimension for every group of axes. Groups are pinned if shapes are not
-    affine functions of the groups' sizes. The question of a criterion's count pins no group: the Dataflow omits this
-    question if it differs for other sizes."""
+    affine functions of the groups' sizes. The Question that computes a criterion's count pins no group: if this
+    Question differs for other sizes, the Dataflow omits it."""
     others: dict[int, tuple[int, Dataflow]] = {}
     for group in range(len(axes.sizes)):
         for delta in (1, -1):
@@ -155,7 +157,8 @@ def _pinned(flow: Dataflow, keep: int) -> Dataflow:
 
 def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
     """Whether the shapes of `general` are correct for slightly larger free sizes and, if the model accepts them, for
-    much larger lengths. A size that is rounded to windows or strides looks constant if a length changes little."""
+    much larger lengths. A size that is rounded to windows or strides appears constant if a length changes only
+    slightly."""
     lengths = len(general.axes.sizes) - 1
     if _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)]) is not True:
         return False
@@ -185,9 +188,9 @@ def _holds(
     growth: Sequence[int],
     same_path: bool = True,
 ) -> bool | None:
-    """Whether a run in which each group g is larger by `growth[g]` has the shapes of `general`, or None if the run
-    fails or, without `same_path`, takes another path (for example, creates a mask because the length exceeds the
-    window)."""
+    """Whether a run in which each group g is larger by `growth[g]` has the shapes of `general`. None if the run fails.
+    Without `same_path`, also None if the run takes another path (for example, creates a mask because the length exceeds
+    the window)."""
     axes = general.axes
     for group in range(len(axes.sizes)):
         batch = axes.resized(batch, group, growth[group])
@@ -248,7 +251,8 @@ def _specs(flow: Dataflow) -> Iterator[Any]:
 
 def _with_slopes(flow: Dataflow, runs: Sequence[tuple[int, Dataflow]]) -> Dataflow:
     """Return `flow` with the slopes of its tensors, and with a Count for each integer that depends on the batch's
-    sizes. For each group of axes, `runs` has (delta, Dataflow of a run in which the group's size differed by delta)."""
+    sizes. For each group of axes, `runs` contains (delta, Dataflow): the Dataflow of a run in which the group's size
+    differed by delta."""
     columns = [
         [
             tuple((b - a) * delta for a, b in zip(_sizes(spec), _sizes(now), strict=True))

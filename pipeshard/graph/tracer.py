@@ -56,7 +56,7 @@ class Tracer:
         reset: called before every run.
         listen: called with (call number, False) before each unit call, with (call number, True) after it, and with
             (None, False) at the end of the forward.
-        kept: for the tag of each place, the tensors that an earlier forward left there.
+        kept: for the tag of each place, the tensors that an earlier forward left at this place.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Tracer:
 
     @collector_paused()
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
-        """Run the glue on `batch`, and return the Dataflow, with shapes for the sizes of `batch` and without slopes.
-        With `real`, a bool that glue computes from the batch is computed from `real` instead, if possible."""
+        """Run the glue on `batch`, and return the Dataflow. The Dataflow has shapes for the sizes of `batch`, but no
+        slopes. With `real`, a bool that glue computes from the batch is computed from `real` instead, if possible."""
         batch = batch.to(self.device)
         try:
             return self._run(batch, real)
@@ -283,8 +283,8 @@ class Tracer:
             )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
-        """The Reads of `tensors` and of the tags `others`. Raises _SeenOutside for a hidden tensor while kinds are
-        reused."""
+        """The Reads of `tensors` and of the tags `others`. Raises _SeenOutside if one of the tags is Hidden while known
+        kinds are reused."""
         use = Reads.of(self.taint.of(tensors) | others)
         if use.hidden and self.kinds.reuse:
             raise _SeenOutside
@@ -317,12 +317,18 @@ def _is_float(leaf: Any) -> bool:
 class Reading(TorchFunctionMode):
     """Mode that notifies a Taint of tensor uses that bypass the dispatcher.
 
-    Four uses are reported as decisions: reading values or the address of a tensor (`tolist`, `data_ptr`, ...);
-    splitting at the positions in a tensor; converting a list with tensors to a tensor or an index; and differentiating
-    unit results in glue, since each stage has only a part of their graph (in a trace, these gradients are zeros). Range
-    checks of `one_hot` are not decisions. Hooks on gradients and reads of sizes that depend on values of the batch are
-    also reported. Raises RuntimeError if autocast would cast inside a unit on meta, since autocast does not cast meta
-    tensors. Reading a meta tensor's address (0) also raises RuntimeError, since a kernel would access memory there.
+    Four uses are reported as decisions:
+
+    - reading the values or the address of a tensor (`tolist`, `data_ptr`, ...)
+    - splitting at the positions in a tensor
+    - converting a list with tensors to a tensor or an index
+    - differentiating unit results in glue, since each stage has only a part of the graph of these results (in a trace,
+      these gradients are zeros)
+
+    Range checks of `one_hot` are not decisions. Hooks on gradients and reads of sizes that depend on values of the
+    batch are also reported. Raises RuntimeError if autocast would cast inside a unit on meta, since autocast does not
+    cast meta tensors. Reading a meta tensor's address (0) also raises RuntimeError, since a kernel would access memory
+    at this address.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
@@ -367,7 +373,8 @@ class Reading(TorchFunctionMode):
             self.taint.is_checking = False
 
     def _are_of_units(self, outputs: Any) -> bool:
-        """Whether glue differentiates tensors of unit results (False inside a unit). If so, records a decision."""
+        """Whether glue differentiates tensors that depend on unit results. If so, records a decision. Returns False
+        inside a unit."""
         tags = frozenset(tag for tag in self.taint.of(tensors_among([outputs])) if isinstance(tag, Value | Hidden))
         self.taint.decide(tags, is_for_all=True)
         return bool(tags) and self.taint.inside is None
