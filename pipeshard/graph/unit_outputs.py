@@ -1,4 +1,5 @@
-"""Unit outputs: the values that leave a unit call in its result, through hooks in the unit, and at written places.
+"""Unit outputs: the values that leave a unit call: in its result, through hooks, and at places to which the unit
+writes.
 
 A stage that does not run a unit must reproduce all outputs of the unit. The result alone is not enough: models leave
 auxiliary losses in attributes, lists and contexts, and transformers collects router logits with forward hooks. Places
@@ -48,9 +49,9 @@ class Source(NamedTuple):
     """The way in which a tree of values leaves a unit call. If `module` and `place` are both unset, the tree is the
     unit's result.
 
-    With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`.
-    Forward hooks collect such results (attentions, router logits). With `place`, a path that starts at the unit or its
-    arguments, the unit left the tree at this place. `how` is then "set", "added" (to a list), "all" (the content of a
+    With `module`, the tree is the result of call number `occurrence` of this module, which is inside the unit. Forward
+    hooks collect such results (attentions, router logits). With `place`, the unit left the tree at this place, given by
+    a path that starts at the unit or its arguments. `how` is then "set", "added" (to a list), "all" (the content of a
     list) or "written" (into a tensor).
     """
 
@@ -86,7 +87,7 @@ class Known:
 
 @dataclass(frozen=True)
 class OldEntry:
-    """A placeholder for the entry that a list had at this index before the call."""
+    """A placeholder for the entry that a list contained at `index` before the call."""
 
     index: int
 
@@ -169,8 +170,9 @@ def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], argume
 def changed(
     snapshot: Snapshot, but: Iterable[Tensor] = (), stores: Container[int] = ()
 ) -> Iterator[tuple[Source, Any]]:
-    """The values that a call has left at places since the snapshot of UNIT and ARGUMENTS, with their sources. In-place
-    writes to the tensors `but` are omitted. `stores` are the storages to which the call has written."""
+    """The values that a call has left at places since `snapshot`, with their sources. The roots of `snapshot` are UNIT
+    and ARGUMENTS. In-place writes to the tensors `but` are omitted. `stores` are the storages to which the call has
+    written."""
     known, skipped = snapshot.paths, {id(tensor) for tensor in but}
     for change in (*snapshot.changes(), *_changed_through_data(snapshot, stores)):
         if change.is_of_list and _grows(change.before, change.now):

@@ -25,8 +25,8 @@ _handling = 0  # the number of active `handled` contexts; a CutPoint called insi
 
 
 class CutPoint(nn.Module):
-    """Marks a place where the model may be cut. Call it on the value that crosses this place: `x = self.cut(x)`
-    (Varuna, Athlur et al. 2022, arXiv:2111.04007). It returns the same object that it receives.
+    """Marks a place where the model may be cut (Varuna, Athlur et al. 2022, arXiv:2111.04007). Call the CutPoint on the
+    value that crosses this place: `x = self.cut(x)`. A CutPoint returns the object that it receives.
 
     A model with CutPoints is cut only after CutPoints, so p stages need at least p - 1 CutPoints. Each CutPoint marks
     one place: in a loop, use an `nn.ModuleList` of CutPoints. `x` is a tensor (b, ...) whose dimension 0 counts the
@@ -70,9 +70,9 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
 
 
 def escaped(call: "Call") -> str:
-    """The predicate of an error message whose subject is a reader, on a later stage, of a value that escapes this call
-    untracked. At a CutPoint, only writes escape: the CutPoint's input and output are one tensor, but two tensors at a
-    cut."""
+    """The predicate of an error message. The subject of this message is code on a later stage, which reads a value that
+    escapes this call untracked. At a CutPoint, only writes escape: without a cut, the CutPoint's input and output are
+    one tensor. At a cut, the input and the output are two tensors."""
     if not call.is_cut:
         return f"uses a value that escapes unit {call.unit} untracked"
     return (
@@ -90,12 +90,12 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     units.
 
     A unit has parameters, and is a member of an `nn.ModuleList` or another child of a module that contains such lists.
-    A list inside such a list, an `nn.ModuleDict`, and a stage of a hierarchy (swin, resnet) that is not recomputed as a
-    whole are split into their members. In a model without such lists and without CutPoints, an `nn.Sequential` counts
-    as a list, and each of its members is a unit, even without parameters: as glue, a pooling layer would run on every
-    later stage. CutPoints and the modules named in `cuts` are units. Modules that contain such a unit are not units. A
-    module with several names counts once, under its first name. In a list with the attribute `pipeshard_uncut`, each
-    member is a unit, even without parameters.
+    Three kinds of modules are split into their members: a list inside such a list, an `nn.ModuleDict`, and a stage of a
+    hierarchy (swin, resnet) that is not recomputed as a whole. If a model contains neither such lists nor CutPoints, an
+    `nn.Sequential` counts as a list, and each of its members is a unit, even a member without parameters: as glue, a
+    pooling layer would run on every later stage. CutPoints and the modules named in `cuts` are units. Modules that
+    contain such a unit are not units. A module with several names counts once, under its first name. If a list has the
+    attribute `pipeshard_uncut`, each of its members is a unit, even a member without parameters.
     """
     forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
@@ -138,8 +138,8 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
     """The full names of the modules `names`. For a PeftModel, `names` may be names in the base model.
 
-    Raises PartitionError for the model itself, and for a name that is not a module of the model. The error then lists
-    similar names.
+    Raises PartitionError for the model itself, and for a name that is not a module of the model. In the second case,
+    the error lists similar names.
     """
     known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     full = [full_name(model, name) for name in names]
@@ -214,8 +214,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 class Interception(StandIn):
-    """Replaces one unit's `forward`: a call of the unit runs `handler`, if one is set, otherwise the unit's own
-    forward (`compiled`, if set, or `original`).
+    """Replaces the `forward` of one unit. A call of the unit runs `handler` if a handler is set. Otherwise, the call
+    runs the unit's own forward: `compiled` if it is set, or `original`.
 
     The instance attribute is replaced, so the unit keeps its class, its hooks and its activation checkpointing. In
     transformers 5, checkpointing is inside `forward`. In earlier versions, checkpointing wraps the call of the unit,
@@ -241,8 +241,8 @@ class Interception(StandIn):
         return self.handler(self.name, forward, args, kwargs)
 
     def _fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the arguments match the signature of the forward. Otherwise, the handler is not called: the forward
-        itself raises TypeError, which a model may catch to call the unit differently."""
+        """Whether the arguments match the signature of the forward. If they do not match, the handler is not called:
+        the forward itself raises TypeError, which a model may catch to call the unit differently."""
         form = len(args), tuple(kwargs)
         if form not in self._fitting:
             self._fitting[form] = _binds(self.original, args, kwargs)
@@ -318,7 +318,7 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
 def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
     """Context manager in which `handler` answers the units' calls. Restores the units' forwards and handlers on exit.
 
-    Compiled units run in eager mode, so that a trace does not compile units for its own shapes.
+    Compiled units run in eager mode, so that a trace does not compile units for the shapes of the trace.
     """
     global _handling
     before = [module.__dict__.get("forward") for module in units.values()]
@@ -343,8 +343,8 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
 
 
 class Sliced:
-    """The forward of a module whose parameters are sharded across tensor-parallel ranks. Calls `sliced`, or in a trace
-    (`unsliced`) the original forward `plain`."""
+    """The forward of a module whose parameters are sharded across tensor-parallel ranks. Calls `sliced`. In a trace
+    (inside `unsliced`), calls the original forward `plain` instead."""
 
     tracing = False
 
