@@ -1,9 +1,9 @@
 """Taint: the values from which each tensor was computed, recorded for each storage.
 
-Autograd's graph shows the dependencies of floating-point results. Autograd's graph does not show the dependencies of
-integers and masks, dependencies through writes under no_grad or through `data`, or the values on which Python has
-branched. So a dispatch mode propagates tags from the inputs of each operator to the outputs. Tags belong to storages,
-so a view has the tags of its base.
+Autograd's graph shows the dependencies of floating-point results. The graph does not show the dependencies of integers
+and masks, dependencies through writes under no_grad or through `data`, or the values on which Python has branched. So a
+dispatch mode propagates tags from the inputs of each operator to the outputs. Tags belong to storages, so a view has
+the tags of its base.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
 """Writes: whether a training loop has written to a tensor, even through `data`, which does not change the version.
 
-While a boosted model is alive (engine/data_guard.py), reads and replacements of `tensor.data` are counted, for tensors
-that were passed to `count_reads` or `note`. Before the first read after a note, the sum of the tensor's values is
-stored. So a note is fast unless the loop uses `data`, and a mere read does not count as a write.
+While a boosted model is alive (engine/data_guard.py), pipeshard counts the reads and the replacements of `tensor.data`
+for each tensor that was passed to `count_reads` or `note`. Before the first read after a note, the sum of the tensor's
+values is stored. So a note is fast unless the loop uses `data`, and a mere read does not count as a write.
 
 Replacing the `data` of a sharded parameter raises UsageError, since torch would only replace the DTensor's outer
 tensor.
@@ -46,7 +46,7 @@ def reads(tensor: Tensor) -> int:
 
 
 def note(tensor: Tensor) -> Noted:
-    """The state of a tensor, for `is_written`."""
+    """The current state of a tensor. Pass this state to `is_written` later."""
     number = count_reads(tensor)
     sums: dict[int, Tensor | None] = vars(tensor).setdefault(SUMS, {})
     if number not in sums:
@@ -57,7 +57,7 @@ def note(tensor: Tensor) -> Noted:
 
 
 def is_written(tensor: Tensor, since: Noted) -> bool:
-    """Whether a tensor was written to since `note`."""
+    """Whether a tensor has been written to since `note` returned `since`."""
     if tensor._version != since.version:
         return True
     if reads(tensor) == since.reads:
@@ -76,7 +76,7 @@ def sum_of_words(tensor: Tensor) -> Tensor:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """The values that a tensor stores, each element once. Returns the tensor itself unless it is sparse."""
+    """The values that a tensor stores, each element once. Returns the tensor itself unless the tensor is sparse."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
