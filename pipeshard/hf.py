@@ -99,7 +99,8 @@ def targets(paths: Iterable[str]) -> list[str]:
 
 
 def is_spacing(path: str) -> bool:
-    """Whether a leaf has the seconds between the frames of each video, from which a model computes positions."""
+    """Whether a leaf contains the time between the frames of each video, in seconds. A model computes positions from
+    this time."""
     return "second_per_grid" in path
 
 
@@ -114,17 +115,18 @@ def is_token(name: str) -> bool:
 
 
 def is_mask(path: str) -> bool:
-    """Whether a leaf of the batch is a mask, whose dimensions may all be positions."""
+    """Whether a leaf of the batch is a mask. All dimensions of a mask may be positions."""
     return "mask" in path
 
 
 def is_of_decoder(path: str, encoder_decoder: bool) -> bool:
-    """Whether a leaf has one entry per position of the decoder. With `encoder_decoder`, this includes labels."""
+    """Whether a leaf has one entry per position of the decoder. With `encoder_decoder`, labels also count as such a
+    leaf."""
     return path.startswith("decoder_") or (encoder_decoder and path.endswith(LABELS))
 
 
 def is_of_encoder(path: str) -> bool:
-    """Whether a leaf is an encoder's output, or a mask for it."""
+    """Whether a leaf is the output of an encoder, or a mask for this output."""
     return path.startswith("encoder_")
 
 
@@ -139,7 +141,7 @@ def media_kind(path: str) -> str | None:
 
 
 def config_of(model: nn.Module) -> Any:
-    """The model's config, or None if the model has none."""
+    """The model's config, or None if the model has no config."""
     return getattr(model, "config", None)
 
 
@@ -150,7 +152,8 @@ def text_config(model: nn.Module) -> Any:
 
 
 def main_input(model: nn.Module) -> str | None:
-    """The name of the model's main input, the first if there are several, or None if the model does not declare one."""
+    """The name of the model's main input, or None if the model does not declare one. If the model declares several main
+    inputs, returns the first."""
     name = getattr(model, "main_input_name", None)
     return name[0] if isinstance(name, list | tuple) else name
 
@@ -254,7 +257,7 @@ def withhold_caches(model: nn.Module) -> list[Any]:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is a transformers cache, with the keys and values (or other states) of each layer."""
+    """Whether `value` is a transformers cache, which contains the keys and values (or other states) of each layer."""
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
@@ -289,7 +292,7 @@ def stops_by_clock(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def is_output_class(kind: Any) -> bool:
-    """Whether this is one of transformers' classes of model outputs."""
+    """Whether `kind` is one of transformers' classes for model outputs."""
     return isinstance(kind, type) and any(base.__name__ == "ModelOutput" for base in kind.__mro__)
 
 
@@ -301,7 +304,7 @@ def has_parameter(model: nn.Module, name: str) -> bool:
 
 @lru_cache
 def _parameters(function: Any) -> frozenset[str]:
-    """The names of a function's arguments. The result is cached, since each slice of each step needs it."""
+    """The names of a function's arguments. The result is cached, since each slice of each step needs the names."""
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -344,7 +347,8 @@ def can_recompute(model: nn.Module) -> bool:
 
 
 def is_of_peft(module: object, kind: str) -> TypeGuard[Any]:
-    """Whether this is an instance of the peft class `kind`. Does not import peft, which takes a second."""
+    """Whether `module` is an instance of the peft class `kind`. Does not import peft, since this import takes a
+    second."""
     return any(base.__name__ == kind and base.__module__.startswith("peft.") for base in type(module).__mro__)
 
 
@@ -354,14 +358,16 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
-    """The prefix of the base model's names in `model`, and the base model (for a PeftModel, the wrapped model)."""
+    """The prefix that names of the base model have in `model`, and the base model itself. For a PeftModel, the base
+    model is the wrapped model."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     path = next(name for name, module in model.named_modules() if module is base)
     return f"{path}." if path else "", base
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """The name of the forward argument for a cache with one entry per layer, or None if the forward lacks it."""
+    """The name of the forward argument for a cache with one entry per layer, or None if the forward has no such
+    argument."""
     return next((name for name in LAYER_CACHES if has_parameter(model, name)), None)
 
 
@@ -377,14 +383,14 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def is_of_custom_code(model: nn.Module) -> bool:
-    """Whether the model's class was loaded from a folder's or a repository's code, or registered to be saved with its
-    code (`register_for_auto_class`)."""
+    """Whether the model's class was loaded from code in a folder or a repository, or was registered with
+    `register_for_auto_class`, so that its code is saved with the model."""
     return getattr(model, "_auto_class", None) is not None
 
 
 def is_of_packages(function: Any, packages: Sequence[str] = KNOWN_PACKAGES) -> bool:
     """Whether a function, and each function that it wraps, was defined in one of `packages`, in pipeshard or in
-    Python's own library. Ignores `__module__`, since functools.wraps copies it."""
+    Python's standard library. Ignores `__module__`, since functools.wraps copies this attribute."""
     while function is not None:
         package = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
         if package not in (*packages, "pipeshard") and package not in sys.stdlib_module_names:
@@ -444,9 +450,9 @@ def hide_world() -> None:
 
 @contextmanager
 def lone_losses(pp_size: int) -> Iterator[None]:
-    """Context manager in which losses of transformers normalize by the batch of this process. Has no effect with one
-    stage. With several stages, the ranks of the other stages do not compute the loss, so they cannot take part in a
-    sum over all processes."""
+    """Context manager in which losses of transformers normalize by the batch of this process. This context manager has
+    no effect with one stage. With several stages, only the ranks of the last stage compute the loss, so the other ranks
+    cannot take part in a sum over all processes."""
     token = _is_lone.set(pp_size > 1)
     try:
         yield
