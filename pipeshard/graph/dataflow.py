@@ -60,9 +60,9 @@ class Call:
 
     `leaves` are the TensorSpecs and constants of all parts, in order. The gradient of leaf k flows to
     `differentiated[k]`: the values that the call reads and from which the leaf is computed differentiably. `flops` and
-    `elements` (the number of computed elements) are counted for one forward at the traced sizes. `flops` includes
-    glue's operators on parameters since the previous call. `writes` is True if the call changes an argument in place.
-    `is_cut` is True if the unit is a CutPoint.
+    `elements` (the number of computed elements) are counted for one forward at the traced sizes. `flops` includes the
+    flops of glue's operators on parameters since the previous call. `writes` is True if the call changes an argument in
+    place. `is_cut` is True if the unit is a CutPoint.
     """
 
     unit: str
@@ -108,10 +108,10 @@ class Carried:
     """A place in which one forward leaves state for the next forward.
 
     `path` leads from the model to the place. `writers` are the unit calls that write the state, with -1 for glue. After
-    unit call `until`, the state is final for every reader except its writer. `until` is -1 if no such reader needs the
-    state, and None if the state is final only at the end of the forward. `uses` are the dependencies of the state in
-    one forward. `readers` are the unit calls that depend on the state in the next forward, with -1 for the loss and the
-    outputs. `kind` is one of:
+    unit call `until`, the state is final for every reader except the writer of the state. `until` is -1 if no such
+    reader needs the state, and None if the state is final only at the end of the forward. `uses` are the dependencies
+    of the state in one forward. `readers` are the unit calls that depend on the state in the next forward, with -1 for
+    the loss and the outputs. `kind` is one of:
 
     - "tensor": a tensor that is written to in place
     - "settled": a parameter to which the next forward does not write
@@ -232,7 +232,8 @@ class Dataflow:
 
     @property
     def ends_in_cut(self) -> bool:
-        """Whether the last call is a call of a CutPoint. If the model is cut there, the last stage runs no unit."""
+        """Whether the last call is a call of a CutPoint. If the model is cut after this call, the last stage runs no
+        unit."""
         return bool(self.calls) and self.calls[-1].is_cut
 
     @cached_property
@@ -275,7 +276,7 @@ class Dataflow:
 
     @property
     def has_side_loss(self) -> bool:
-        """Whether a part of the loss is computed from side outputs of units (router logits)."""
+        """Whether a part of the loss is computed from side outputs of units, such as router logits."""
         return self.loss is not None and bool(self.loss.hidden or any(map(self.is_aside, self.loss.values)))
 
     def uses(self) -> list[Reads]:

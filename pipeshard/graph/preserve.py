@@ -27,13 +27,13 @@ from pipeshard.private import DispatchMode
 def preserving(
     model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
-    """Context manager that restores the modules, and everything that is reachable from their code or from the
-    criterion, on exit: cached tensors, counters, statistics, generators, hooks, and tensors that were written to,
-    including parameters. Inside the context, the model's key-value caches (`use_cache`) are disabled.
+    """Context manager that, on exit, restores the modules and everything that is reachable from their code or from the
+    criterion: cached tensors, counters, statistics, generators, hooks, and tensors that were written to, including
+    parameters. Inside the context, the model's key-value caches (`use_cache`) are disabled.
 
     With `timed`, no operator is intercepted. Of the tensors that were written to, only buffers are then restored. A
     snapshot of a large model takes a long time: if nothing has changed the model since an earlier use of this context
-    manager, pass as `before` the object that the earlier use yielded.
+    manager, pass the object that the earlier use yielded as `before`.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)
