@@ -166,8 +166,8 @@ def _is_same_hook(before: Any, now: Any) -> bool:
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
-    """The changes since the snapshot `before` that may affect a trace. A changed value of a tensor does not affect a
-    trace."""
+    """The changes that have occurred since the snapshot `before` and may affect a trace. A changed value of a tensor
+    does not affect a trace."""
     return before.replaced(_is_alike)
 
 

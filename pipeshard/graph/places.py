@@ -302,8 +302,8 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def names_stored_in(code: CodeType) -> frozenset[str]:
-    """The names of the attributes, globals and cells that a function's code sets, and all strings in the code if it
-    sets items or calls `setattr`."""
+    """The names of the attributes, globals and cells that a function's code sets. If the code sets items or calls
+    `setattr`, all strings in the code are included."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_stored_in(const)]
     steps = [step for step in dis.get_instructions(code) if step.opname.startswith("STORE_")]
     own = [step.argval for step in steps if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")]
@@ -471,7 +471,7 @@ def _value(cell: Any) -> Any:
 
 
 def _globals(function: Any) -> Iterator[str]:
-    """The global names in a function's code whose values may change. For such a name in one of the user's modules,
+    """The global names in a function's code whose values may change. Such names in the user's modules are included as
     `module.name`."""
     space, code = function.__globals__, function.__code__
     for name in _globals_in(code):
