@@ -124,7 +124,7 @@ class Question:
 
 
 class Recipes:
-    """For each tensor that glue computed from the batch alone, the operators that computed the tensor."""
+    """Records, for each tensor that glue computed from the batch alone, the operators that computed the tensor."""
 
     def __init__(self, device: torch.device, batch: Batch | None = None, real: Batch | None = None) -> None:
         """If the traced `batch` is shortened, pass the original batch as `real`: the questions are then evaluated on
@@ -224,8 +224,8 @@ def _has_version(tensor: Tensor, version: int) -> bool:
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:
-    """Map the sizes of `batch` (except 1), the products of two such sizes, and the neighbors of lengths (slices such as
-    x[:-1] end there) to the corresponding numbers of `real`."""
+    """Map numbers of `batch` to the corresponding numbers of `real`: sizes (except 1), products of two such sizes, and
+    the neighbors of lengths (slices such as x[:-1] end at such a neighbor)."""
     sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
     sizes = {size: of for size, of in sizes.items() if size > 1}
     beside = {size + k: of + k for size, of in sizes.items() if size > FEW for k in (-1, 1)}

@@ -78,8 +78,8 @@ class Randomness:
         return partial(_seed, self.generators, number, self.python)
 
     def of(self, i: int, python: bool) -> Callable[[int], object]:
-        """A function that seeds the generators for a position in microbatch i of this step, even after the step has
-        ended."""
+        """A function that seeds the generators for a position in microbatch i of this step. The function also works
+        after the step has ended."""
         other = copy.copy(self)
         other.microbatch(i)
         other.python = python

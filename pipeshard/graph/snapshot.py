@@ -210,8 +210,7 @@ class Snapshot:
         return constants_of(value)
 
     def _meet(self, path: PlacePath, holder: Any, key: Any, entry: Any, queue: deque[tuple[PlacePath, Any]]) -> None:
-        """Record `entry`, which `holder` contains at `key`. A tensor is stored, and any other object is added to the
-        walk."""
+        """Record `entry`, which `holder` contains at `key`, if it is a tensor. Add any other object to the walk."""
         if not isinstance(entry, Tensor):
             queue.append((path, own(entry)))
         elif id(entry) not in self._seen and not entry.is_inference():
