@@ -71,6 +71,7 @@ def _undecorated(value: Any) -> FunctionType | None:
 
 
 def _decorator(value: Any) -> FunctionType | None:
-    """The user's decorator on the function of a method, a property or a partial. None if there is no such decorator."""
+    """The user's decorator on the function of a method, a property or a partial. None if the function has no such
+    decorator."""
     function = _called(value)
     return function if function is not inspect.unwrap(function) and is_users_function(function) else None

@@ -77,7 +77,7 @@ class Change(NamedTuple):
 
 class Holder(NamedTuple):
     """An object whose content can change, and a copy of this content. `live` is the dict that stores the content, or
-    None if there is no such dict. `values` are the recorded values of this dict."""
+    None if no dict does. `values` are the recorded values of this dict."""
 
     path: PlacePath
     object: Any
