@@ -40,14 +40,14 @@ SHIPPED_TARGETS = "pipeshard.interop.targets"
 class StageModule(nn.Module):
     """Stage `index` of a model, called as `stage(*received, **batch)`, in one process or in several.
 
-    `received` are the tensors that the previous stage returned (none for stage 0). `batch` is the full microbatch as
-    keyword arguments of the model, on every stage; `names` are the keywords of a batch that is a tuple (see
+    `received` are the tensors that the previous stage returned (none for stage 0). On every stage, `batch` is the full
+    microbatch, as keyword arguments of the model. For batches that are tuples, `names` are these keywords (see
     `as_keywords`). The call returns a tuple of tensors for the next stage, with their autograd graph. The last stage
-    returns the loss instead or, without a loss or with `whole`, the model's output.
+    returns the loss instead, or the model's output if there is no loss or if `whole` is set.
 
     The module contains the units that the stage runs, under their names in the model, and the parameters that the
-    stage's glue reads. Random numbers depend on torch's seed, which must be the same on every rank, and on the number
-    of forwards so far.
+    stage's glue reads. Random numbers depend on torch's seed and on the number of forwards so far. The seed must be the
+    same on every rank.
     """
 
     def __init__(
@@ -85,14 +85,15 @@ class StageModule(nn.Module):
         return self.index == self.num_stages - 1
 
     def train(self, mode: bool = True) -> "StageModule":
-        """Set the mode of all modules of the model, since glue reads the mode of modules that contain units."""
+        """Set the mode of all modules of the model, not only of this stage's modules, since glue reads the mode of
+        modules that contain units."""
         super().train(mode)
         self._source[0].train(mode)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
-        """Raise UsageError for a move to another device and for a cast: the rest of the model, such as its buffers
-        outside all units, would be neither moved nor cast."""
+        """Raise UsageError for a move to another device or a cast to another dtype: the rest of the model, such as its
+        buffers outside all units, would be neither moved nor cast."""
         tensors: list[Tensor] = [*self.parameters()] or [*self.buffers()]
         for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
             after = fn(torch.empty(0, dtype=dtype, device=device))
@@ -155,9 +156,9 @@ class StageModule(nn.Module):
         return output if loss is None else loss
 
     def _watch_backward(self, returned: Any, received: Sequence[Tensor]) -> None:
-        """Register hooks that set `repeats.stage`, the stage whose checkpoints are recomputed, to this stage when its
-        backward begins, since pipeshard does not call this backward. Autograd runs all nodes of a later stage first:
-        it prefers the nodes that were created last."""
+        """Register hooks that set `repeats.stage` (the stage whose checkpoints are recomputed) to this stage when the
+        stage's backward begins. pipeshard does not call this backward itself. Autograd runs all nodes of a later stage
+        before this stage's nodes, since it prefers the nodes that were created last."""
         repeats, passed = self._source[1].replay.repeats, set(map(id, received))
 
         def begin(_: Tensor) -> None:
@@ -170,9 +171,9 @@ class StageModule(nn.Module):
 
 @contextmanager
 def changed_once(model: nn.Module, flow: Dataflow, calls: Collection[int]) -> Iterator[None]:
-    """Context manager for a forward of a stage that runs these calls and is not the first stage in this process. On
-    exit, restores state that only units of other stages change. Raises TraceError if glue changes state for the next
-    forward, since the glue of the first stage has changed this state already."""
+    """Context manager for the forward of a stage that is not the first stage in this process. `calls` are the unit
+    calls that the stage runs. On exit, restores state that only units of other stages change. Raises TraceError if glue
+    changes state for the next forward, since the first stage's glue has already changed this state."""
     of_others = [place for place in flow.carried if place.writers.isdisjoint(calls)]
     carried = [place for place in of_others if place.kind not in ("parameter", "settled")]
     before = [(place, at := Place(model, place.path), at.take()) for place in carried]
@@ -203,8 +204,9 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
-    """The batch as keyword arguments of a StageModule. The entries of a tuple have the names of forward's arguments.
-    Other entries, which are for the criterion or for `*args`, are named by their position: entry_1, entry_2, ..."""
+    """The batch as keyword arguments of a StageModule. Entries of a tuple that are arguments of forward have the
+    arguments' names. All other entries (for the criterion or for `*args`) are named by their position: entry_1,
+    entry_2, ..."""
     if isinstance(data, Mapping):
         return dict(data)
     entries = Batch.of(data).data
@@ -219,12 +221,12 @@ class Split:
     """A split model, as passed to a target.
 
     Attributes:
-        model, sample, criterion: the arguments of `build`; the sample is its `batch`, as a Batch.
+        model, sample, criterion: the arguments of `build`. `sample` is the argument `batch`, as a Batch.
         flow, policy: the Dataflow of the model, and the Policy of this process. `policy.ownership.shared()` lists the
             parameters that several processes hold: tied parameters, and parameters that glue reads.
         live: the values that enter each stage.
         stages: the StageModules of this process, by index; empty if the target splits the model itself.
-        became: parameters on meta that `build` replaced to tie them, each with its replacement.
+        became: the replacement of each meta parameter that `build` replaced in order to tie it.
     """
 
     model: nn.Module
@@ -242,8 +244,8 @@ class Split:
 
 
 class Target:
-    """Base class of targets, which receive a model's stages from `pipeshard.build(..., target=name, **options)`. A
-    target is created with the options.
+    """Base class of targets, which receive a model's stages from `pipeshard.build(..., target=name, **options)`.
+    `build` passes the options to the target's constructor.
 
     Attributes:
         whole_output: whether the last stage returns the model's output instead of the loss.
@@ -254,7 +256,7 @@ class Target:
     shards_itself = False
 
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
-        """The process of each stage, and the number of this process. By default, all stages are in this process."""
+        """The process of each stage, and the index of this process. By default, all stages are in this process."""
         return [0] * num_stages, 0
 
     def take(self, split: Split) -> Any:
@@ -267,8 +269,8 @@ _KINDS: dict[str | None, type[Target]] = {}
 
 
 def register_target(name: str | None, kind: TargetClass) -> TargetClass:
-    """Register `kind` for `build(..., target=name)`. Raises ConfigurationError if the name is in use, or if `kind` is
-    not a Target."""
+    """Register `kind` for `build(..., target=name)`. Raises ConfigurationError if another target has this name, or if
+    `kind` is not a Target."""
     if not (isinstance(kind, type) and issubclass(kind, Target)):
         raise ConfigurationError(f"register_target({name!r}, ...) requires a subclass of Target, got {kind!r}")
     importlib.import_module(SHIPPED_TARGETS)  # registers the built-in targets
@@ -310,19 +312,20 @@ def build(
     """Split `model` into stages, pass them to `target`, and return the target's object.
 
     Args:
-        cuts: the names of the modules (possibly nested) to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005); or
-            the number of unit calls of each stage; or the number of stages, balanced by cost.
-        target: None keeps all stages in this process, as one module that is called like the model; otherwise the name
-            of a target in `pipeshard.interop`, or of a target added with `register_target`.
+        cuts: one of: the names of the modules to cut after, at any level of nesting (Slapo, Chen et al. 2023,
+            arXiv:2302.08005); a list with the number of unit calls of each stage; or the number of stages, balanced by
+            cost.
+        target: the name of a target in `pipeshard.interop`, or of a target added with `register_target`. With None, all
+            stages stay in this process, as one module that is called like the model.
         batch: a microbatch with the sizes used in training; by default, dummy inputs (transformers models only).
         criterion: `criterion(output, batch)`, for a model whose output has no loss; by default, the `loss_fn` of a
             PipelineModule.
         device: the device of the stages' tensors.
         options: the arguments of the target (see `pipeshard.interop`).
 
-    Raises ConfigurationError for an invalid argument, an unknown target or option, or a model that
-    PipelinePlugin.from_pretrained created (unless the target loads the model's checkpoint); PartitionError for
-    impossible cuts; and TraceError for a model that cannot be split.
+    Raises ConfigurationError for an invalid argument, for an unknown target or option, and for a model that
+    PipelinePlugin.from_pretrained created (unless the target loads the model's checkpoint). Raises PartitionError for
+    impossible cuts, and TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
     criterion = PipelineHints.of(model).criterion if criterion is None else criterion
@@ -345,7 +348,7 @@ def build(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device with an explicit index for CUDA, as in `tensor.device`."""
+    """The device, with an explicit index if it is a CUDA device (as in `tensor.device`)."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 

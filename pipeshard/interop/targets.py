@@ -82,9 +82,9 @@ class Colossalai(Target):
 
     Args:
         num_microbatches: the number of microbatches per batch.
-        optimizer: the model's optimizer, or a function that creates it from the parameters.
-        plugin: additional arguments of PipelinePlugin. The arguments of `build` determine pp_size, partition and
-            dry_run_input.
+        optimizer: the model's optimizer, or a function that creates it from the model's parameters.
+        plugin: additional arguments of PipelinePlugin. Omit pp_size, partition and dry_run_input: `build` derives them
+            from its own arguments.
     """
 
     shards_itself = True
@@ -140,8 +140,8 @@ register_target("colossalai", Colossalai)
 
 
 def loss_of_stage(output: Tensor, target: Any) -> Tensor:
-    """A loss function for runtimes that require one. The last stage computes the loss, so this function returns
-    `output`, as a tensor without dimensions if it has the shape (1,)."""
+    """A loss function for runtimes that require one. The last stage already computes the loss, so this function returns
+    `output` unchanged, or as a scalar tensor if its shape is (1,)."""
     is_vector = isinstance(output, Tensor) and output.shape == (1,)
     return output.sum() if is_vector else output  # not a view: torch detaches the loss in place
 
@@ -157,11 +157,11 @@ class TorchStages:
         built.clip_grad_norm_(1.0)                      # optional
         optimizer.step()                                # of built.parameters()
 
-    Every rank passes the full batch as keyword arguments. `keywords` names the entries of a tuple. torch does not
-    synchronize tied weights: `sync_gradients` sums their gradients over the stages that hold them. torch's
-    `clip_grad_norm_` would clip each stage by its own norm, so it raises UsageError. To accumulate gradients over
-    several steps, create the schedule with scale_grads=False: otherwise, torch divides the gradients of earlier steps
-    again in each step.
+    Every rank passes the full batch as keyword arguments. `keywords` converts a tuple to keyword arguments. torch does
+    not synchronize tied weights: `sync_gradients` sums their gradients over the stages that hold them. torch's
+    `clip_grad_norm_` would clip each stage's gradients by the norm of that stage alone, so calling it raises
+    UsageError. To accumulate gradients over several steps, create the schedule with scale_grads=False: otherwise, torch
+    divides the gradients of earlier steps again in each step.
     """
 
     stages: list[Any]
@@ -203,10 +203,10 @@ class Torch(Target):
     stages).
 
     Args:
-        num_model_chunks: the number of stages per rank, for torch's interleaved schedules; by default 2 with style="v",
-            otherwise 1.
-        style: "loop": stage s is on rank s % p; "v": two stages per rank, assigned in ascending and then in descending
-            order of ranks, for ScheduleZBVZeroBubble and ScheduleDualPipeV.
+        num_model_chunks: the number of stages per rank, for torch's interleaved schedules. The default is 2 with
+            style="v", and otherwise 1.
+        style: "loop" places stage s on rank s % p. "v" places two stages on each rank, first in ascending and then in
+            descending order of ranks, for ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
     `build` raises UsageError if the last stage computes no loss, and BatchError for a batch with names that
     `schedule.step` uses for its own arguments. A step raises BatchError for microbatches whose sizes differ from the
@@ -268,9 +268,9 @@ class Torch(Target):
 def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, built: Mapping[int, Microbatch]) -> Any:
     """torch's PipelineStage with four changes. The first step after `sync_gradients` sets the summed gradients aside,
     so that they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided
-    by the number of microbatches only once, after the last of these stages. A microbatch raises BatchError if its
-    messages differ from the messages of `built`, for which torch allocates buffers. The last stage's loss has one
-    dimension, along which torch concatenates the outputs of microbatches."""
+    by the number of microbatches only once, after the last of these stages. A microbatch raises BatchError if the
+    shapes or dtypes of its messages differ from those of `built`, since torch allocates buffers for the messages of
+    `built`. The last stage's loss has one dimension, along which torch concatenates the outputs of microbatches."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
@@ -309,8 +309,8 @@ def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, bui
 
 
 def _refuse_other_messages(index: int, microbatch: Microbatch, built: Microbatch) -> None:
-    """Raise BatchError if the stage receives or sends tensors of other shapes or dtypes than for `built`. Otherwise,
-    the receiver would misinterpret the bytes, or wait for more bytes."""
+    """Raise BatchError if the tensors that the stage receives or sends have other shapes or dtypes for `microbatch`
+    than for `built`. Without this check, the receiver would misinterpret the bytes, or wait for more bytes."""
     ends = (
         ("receives", microbatch.route.enters, built.route.enters),
         ("sends", microbatch.route.leaves, built.route.leaves),
@@ -374,10 +374,11 @@ class Tied(nn.Module):
 
 class Deepspeed(Target):
     """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`. Additional ranks form replicas.
-    Each stage is one layer, built only on the stage's ranks. Tied weights are additional TiedLayerSpecs.
+    Each stage is one layer, built only on the stage's ranks. For each tied weight, every stage that holds the weight
+    also has a TiedLayerSpec.
 
-    Pass `module.microbatches(batches)` to DeepSpeed's engine, where each of `batches` is one microbatch: a tuple, or a
-    dict of tensors whose keys are `module.microbatch_names`, the names in the batch passed to `build`.
+    Pass `module.microbatches(batches)` to DeepSpeed's engine. Each of `batches` is one microbatch: a tuple or a dict of
+    tensors. The keys of a dict must be `module.microbatch_names`, the names in the batch that was passed to `build`.
 
     Args:
         module: additional arguments of PipelineModule (dynamic_shape, ...).
@@ -421,7 +422,7 @@ class Deepspeed(Target):
             parts.append(len(layers))
 
         class StagesModule(PipelineModule):
-            """DeepSpeed's PipelineModule, with the cuts of pipeshard's stages."""
+            """DeepSpeed's PipelineModule, partitioned into pipeshard's stages."""
 
             microbatch_names = names
 
