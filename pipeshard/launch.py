@@ -72,7 +72,7 @@ flags (torchrun's; torchrun --help lists all):
 
 
 def main(arguments: Sequence[str] | None = None, at_signal: Callable[[], None] | None = None) -> int:
-    """Run one agent until the job is done, its workers have failed permanently, or a signal arrives. Returns the exit
+    """Run one agent until the job completes, its workers fail permanently, or a signal arrives. Returns the exit
     status. After a signal, calls `at_signal` and exits the process immediately, without returning."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
     if not args.module and not args.no_python and (why := unable(args.training_script)):
@@ -87,7 +87,7 @@ def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
     """Run the calling script, or `program`, as `ranks` processes on this machine, with RANK set in each process.
     Returns the exit status. With `quiet`, libraries show no progress bars and fewer warnings on the ranks.
 
-    Raises UsageError on a rank, since each rank would otherwise start its own ranks, endlessly."""
+    Raises UsageError if it is called on a rank, since each rank would start further ranks, endlessly."""
     if "RANK" in os.environ:
         raise UsageError(
             "a rank cannot start ranks: call start only if the environment variable RANK is not set "
@@ -147,7 +147,8 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse torchrun's flags, with different defaults for some flags that no PET_... variable sets."""
+    """Parse torchrun's flags. Some flags have other defaults than in torchrun, unless a PET_... variable sets the
+    flag."""
     parser = get_args_parser()
     parser.prog, parser.usage = "pipeshard launch", "pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]"
     parser.format_help = lambda: HELP  # type: ignore[method-assign]
@@ -175,9 +176,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _closing(seconds: int | None) -> Callable[..., None]:
-    """A replacement for PContext.close, which stops the workers. If the workers receive a signal, the replacement waits
-    at most `seconds` or, if this is None, at most torch's own limit. torch applies --shutdown-timeout only to signals
-    that the agent receives, but not if the agent restarts the workers because another agent joins."""
+    """A replacement for PContext.close, which stops the workers. If torch passes a signal for the workers, the
+    replacement waits at most `seconds` for them to exit, or at most torch's own limit if `seconds` is None. Without the
+    replacement, --shutdown-timeout applies only if the agent receives a signal, not if the agent restarts the workers
+    because another agent joins."""
     close = PContext.close
 
     def patient(context: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
@@ -203,7 +205,7 @@ def count(text: str) -> int:
 
 
 def unable(script: str) -> str | None:
-    """The reason why this script cannot be started, or None if it can be started."""
+    """Why this script cannot be started, or None if it can."""
     try:
         compile(Path(script).read_bytes(), script, "exec")
     except OSError as error:
@@ -245,7 +247,7 @@ def _leave_process(folder: Path, status: int) -> NoReturn:
 def _forward(number: signal.Signals) -> None:
     """Start a thread that forwards a signal to each worker. The thread waits until the worker has installed a handler,
     since the signal would kill a worker without a handler. This process handles the signal instead of blocking it,
-    since workers inherit a signal mask, but no handlers."""
+    since workers inherit a signal mask, but do not inherit handlers."""
     received = threading.Event()
     signal.signal(number, lambda *_: received.set())
 

@@ -36,7 +36,8 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         args: the arguments of `fn`.
 
     Raises ConfigurationError if `ranks` is invalid, or if cloudpickle is missing or cannot copy `fn`. Raises RankError
-    if a rank fails. The error names the rank and its exception, if any. The traceback is in the cell's output.
+    if a rank fails. The error names the rank and, if the rank raised an exception, the exception. The traceback is in
+    the cell's output.
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ConfigurationError(f"ranks must be a positive integer, got {ranks!r}")
@@ -64,7 +65,8 @@ def _copied(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _run_agent(folder: Path, ranks: int) -> int:
-    """Run the ranks and forward their output until all ranks have exited. Returns the exit status of their agent."""
+    """Run the ranks and forward their output until all ranks have exited. Returns the exit status of the agent that
+    started them."""
     command = [sys.executable, "-m", "pipeshard.launch", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     path = os.pathsep.join(filter(None, sys.path))
     environment = {"OMP_NUM_THREADS": threads(ranks)} | os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -84,8 +86,8 @@ def _run_agent(folder: Path, ranks: int) -> int:
 
 
 def _failure(folder: Path) -> str | None:
-    """A message with the rank that failed first and its error, or None if no rank wrote an error. Errors that another
-    rank caused are considered only if there are no other errors."""
+    """A message that names the rank that failed first and its error, or None if no rank wrote an error. An error that
+    another rank's failure caused is reported only if there are no other errors."""
     texts = {path: path.read_text() for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: path.stat().st_mtime)}
     first = min(texts, key=lambda path: texts[path].startswith(CAUSED_BY_OTHERS), default=None)
     return f"rank {first.stem} failed: {texts[first]}" if first else None

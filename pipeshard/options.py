@@ -15,8 +15,8 @@ OFFLOADED = ("activations", "optimizer", "both")
 
 
 def check_plan(name: str, plan: Any) -> None:
-    """Raise ConfigurationError unless a tensor-parallel or expert-parallel plan is None or a non-empty dict from module
-    names to styles."""
+    """Raise ConfigurationError unless `plan` (tensor-parallel or expert-parallel) is None or a non-empty dict from
+    module names to styles."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
         raise ConfigurationError(f"{name} must be a non-empty dict from module names to styles, got {plan!r}")
 
@@ -50,7 +50,7 @@ def check_precision(precision: str, autocast: bool) -> None:
 
 
 def is_offloaded(offload: str | None, what: str) -> bool:
-    """Whether this value of `offload` includes `what`, "activations" or "optimizer"."""
+    """Whether `offload` includes `what` ("activations" or "optimizer")."""
     return offload in (what, "both")
 
 
