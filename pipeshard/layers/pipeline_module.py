@@ -26,24 +26,24 @@ class PipelineModule(nn.Module):
 
     The first layer receives `inputs`, and each other layer receives the previous output, as a single argument (tuples
     are not unpacked). Layers are never cut. A layer given by a spec is on meta until it is built. `booster.boost`
-    builds the layer on the ranks that hold it. Without `boost`, the layer is built by `build()`, the first call, a move
-    to a device, `load_state_dict` or `apply`. The layer's initial values depend only on `torch.initial_seed()` (in a
-    pipeline, the first rank's) and the layer's index in the list.
+    builds the layer on the ranks that hold it. Without `boost`, any of the following builds the layer: `build()`, the
+    first call of the model, a move to a device, `load_state_dict` or `apply`. The layer's initial values depend only on
+    the layer's index in the list and on `torch.initial_seed()` (in a pipeline, the seed of the first rank).
 
     Args:
-        layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
-            of one argument, in any iterable, such as an nn.Sequential or nn.ModuleList.
+        layers: an iterable (such as an nn.Sequential or nn.ModuleList) of modules, LayerSpecs, TiedLayerSpecs, and
+            callables with one argument (functions, lambdas, partials, bound methods, ...).
         num_stages: the number of stages (ranks x chunks) that a pipeline must have; None allows any number.
         topology: must be None; the plugin assigns the ranks.
         activation_checkpoint_func: must be None; pipeshard recomputes layers itself.
-        loss_fn: a function `loss_fn(output, labels)` that returns a scalar. It is the criterion if `boost` receives no
-            criterion. Batches are then `(inputs, labels)`, or `(inputs,)` without labels.
+        loss_fn: a function `loss_fn(output, labels)` that returns a scalar. `boost` uses it as the criterion if no
+            other criterion is passed. Batches are then `(inputs, labels)`, or `(inputs,)` without labels.
         seed_layers: call `seed_fn(base_seed + k)` before layer k is built from a spec. The default `seed_fn` is
             torch.manual_seed.
         partition_method: like `partition` of PipelinePlugin. A plugin's `partition` other than "auto" takes precedence.
-        activation_checkpoint_interval: if positive, and if the plugin's arguments select no layers to recompute, each
-            layer in a pipeline keeps only its input, and runs again in the backward pass.
-        checkpointable_layers: class names; with `activation_checkpoint_interval`, only layers of these classes run
+        activation_checkpoint_interval: if positive, each layer in a pipeline keeps only its input and runs again in the
+            backward pass. Has no effect if the plugin's arguments select layers to recompute.
+        checkpointable_layers: names of classes. With `activation_checkpoint_interval`, only layers of these classes run
             again.
         dynamic_shape: ignored, since every batch may have a different shape.
 
@@ -127,8 +127,8 @@ class PipelineModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Build all layers, then load `state_dict`, as nn.Module does. The state dict may contain a tied parameter
-        under only one of the parameter's names."""
+        """Build all layers, then load `state_dict`, as nn.Module does. For a tied parameter, the state dict may contain
+        only one of the parameter's names."""
         state = dict(state_dict)
         for names in names_of(self.build()).values():
             present = [name for name in names if name in state]
@@ -137,8 +137,8 @@ class PipelineModule(nn.Module):
         return super().load_state_dict(state, *args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Build all layers, then call `fn` on each module, as nn.Module does. `fn` often sets initial values, and
-        writes to meta tensors would be lost."""
+        """Build all layers, then call `fn` on each module, as nn.Module does. `fn` often sets initial values, which
+        would be lost if it wrote them to meta tensors."""
         if not self._is_cut:
             self.build()
         return super().apply(fn)
@@ -177,7 +177,7 @@ class LabelledLoss:
 
 
 def _layer_entries(layers: Any) -> list[Any]:
-    """The entries of `layers` in order. A Sequential is replaced by its members, as in DeepSpeed."""
+    """The entries of `layers`, in order. If `layers` is a Sequential, its members are the entries, as in DeepSpeed."""
     if isinstance(layers, nn.Sequential):
         hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
         if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
@@ -212,7 +212,7 @@ def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any
 
 
 def _layer(place: int, entry: Any, seed: Callable[[], Any] | None, owner: nn.Module) -> nn.Module:
-    """The module for an entry of the list of `owner`. For a spec, this is a module on meta that is built later."""
+    """The module for `entry`, an entry of the list of `owner`. For a spec, a module on meta that is built later."""
     if isinstance(entry, LayerSpec):
         return skeleton(entry.construct, functools.partial(entry.build, seed), place, repr(entry))
     if isinstance(entry, nn.Module):
@@ -231,6 +231,6 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None, owner: nn.Mod
 
 
 def _seed_torch(number: int) -> None:
-    """A torch.manual_seed that can be pickled, even after torch.compile has replaced torch.manual_seed with a function
-    that cannot be pickled."""
+    """Call torch.manual_seed. Unlike torch.manual_seed, this function can always be pickled: torch.compile replaces
+    torch.manual_seed with a function that cannot."""
     torch.manual_seed(number)

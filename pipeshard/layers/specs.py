@@ -12,12 +12,14 @@ from pipeshard.split.ties import share_weights
 
 
 class LayerSpec:
-    """A layer that is built later, with `typename(*module_args, **module_kwargs)`, only on the ranks that hold it.
+    """A layer that is built later, with `typename(*module_args, **module_kwargs)`. Only the ranks that hold the layer
+    build it.
 
     Attributes:
         builds: the number of times this process has built the layer with allocated parameters.
 
-    Raises ConfigurationError for a `typename` that cannot be called, and UsageError for modules that are already built.
+    Raises ConfigurationError if `typename` is not callable, and UsageError if `typename` or an argument is a module
+    that is already built.
     """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -55,9 +57,10 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A LayerSpec with parameters that are tied to the parameters of all other TiedLayerSpecs with the same `key`.
 
-    Each occurrence is a separate module. The parameters in `tied_weight_attr` (one name or a list; names may have dots)
-    are tied, in order, to the parameters that the first occurrence names, and have the first occurrence's values. All
-    other parameters are separate. With `forward_fn`, the layer returns `forward_fn(module, x)` instead of `module(x)`.
+    Each occurrence is a separate module. `tied_weight_attr` is one parameter name or a list of names, which may contain
+    dots. These parameters are tied, in order, to the parameters that the first occurrence names, and have the first
+    occurrence's values. All other parameters are separate. With `forward_fn`, the layer returns `forward_fn(module, x)`
+    instead of `module(x)`.
     """
 
     def __init__(
@@ -75,11 +78,11 @@ class TiedLayerSpec(LayerSpec):
 
 
 def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
-    """For each key, tie the parameters of all occurrences to the parameters of the first occurrence. `specs` maps
-    indices in `layers` to specs.
+    """For each key, tie the parameters of all occurrences to the parameters of the first occurrence. `specs` maps each
+    TiedLayerSpec's index in `layers` to the spec.
 
-    Raises ConfigurationError for a name that a module lacks, and for a different number of names, different shapes or
-    different dtypes.
+    Raises ConfigurationError if a module lacks a parameter with a given name, or if the number of names, a shape or a
+    dtype differs from the first occurrence.
     """
     originals: dict[str, list[str]] = {}
     for place, spec in specs.items():
@@ -97,9 +100,9 @@ class Function(nn.Module):
     """A layer that calls `fn(x)` or, with a module, `fn(module, x)`.
 
     Modules to which `fn` refers (a bound method's instance, arguments of a partial) are registered, so that their
-    parameters are found. `owner`, the model that contains the layer, is not registered: a method of the model may be a
-    layer. Raises ConfigurationError for modules and parameters in closures or defaults, and for parameters outside
-    modules, since none of these can be registered.
+    parameters are found. `owner`, the model that contains the layer, is not registered, even if the layer is a method
+    of the model. Raises ConfigurationError for modules and parameters in closures or defaults, and for parameters
+    outside modules, since none of these can be registered.
     """
 
     def __init__(
