@@ -44,7 +44,7 @@ Found = tuple[float, Choice, "Cutter"]  # time, choice, and the cutter of the ch
 
 
 class Cutter:
-    """Searches for the cuts of a model and the rule that schedules m microbatches, for one placement of stages."""
+    """For one placement of stages, searches for the cuts of a model and for the rule that schedules m microbatches."""
 
     def __init__(
         self, subject: Subject, m: int, placement: tuple[int, ...], places: Inside | None = None, seed: int = 0
@@ -58,14 +58,14 @@ class Cutter:
         self.draws = random.Random(seed)
 
     def initial(self) -> Edges:
-        """Return the cuts that balance the costs of the stages, as for the known schedules."""
+        """Return the cuts that balance the costs of the stages, computed as for the known schedules."""
         weights, forbidden = [sum(cost) for cost in self.subject.costs], forbidden_cuts(self.subject.flow)
         counts = balance(weights, len(self.placement), forbidden, ranks=self.placement)
         return (0, *itertools.accumulate(counts))
 
     def moved(self, edges: Edges) -> Edges:
-        """Return `edges` with one or more consecutive cuts moved by one legal position. If no legal move was found,
-        return `edges` unchanged."""
+        """Return a copy of `edges` in which one cut, or several consecutive cuts, are moved by one legal position. If
+        no legal move is found, return `edges` unchanged."""
         if len(edges) < 3:
             return edges
         places = [self.places_of[edge] for edge in edges]
@@ -116,7 +116,7 @@ class Cutter:
 
     @cached_property
     def sent(self) -> Sequence[tuple[int, int]]:
-        """For a cut before each call: the bytes that cross the cut, and the bytes of the gradients that are sent back.
+        """For each call, the bytes that cross a cut before the call, and the bytes of the gradients that are sent back.
         Without links, both numbers are 0."""
         if not self.subject.devices.links:
             return [(0, 0)] * len(self.subject.costs)
@@ -128,16 +128,16 @@ class Cutter:
         return [self.places.names[edge] for edge in edges[1:-1]]
 
     def cuts(self) -> set[Edges]:
-        """The cuts to start from: the initial cuts, and the cuts with the lowest estimate found for each tightness.
-        Omits cuts for which a rank lacks the memory for one microbatch."""
+        """The cuts to start from: the initial cuts and, for each tightness, the cuts with the lowest estimate found.
+        Omits cuts with which a rank lacks the memory for one microbatch."""
         initial = self.initial()
         values = [partial(self.estimate, tightness) for tightness in TIGHTNESS]
         leasts = [climb(initial, value(initial), value, self.moved, ESTIMATES)[1] for value in values]
         return {edges for edges in (initial, *leasts) if self.estimate(1.0, edges)[0] < math.inf}
 
     def start(self, most: float = math.inf) -> list[Found]:
-        """Return a list with the fastest combination of starting cuts and starting rule, or an empty list if every
-        combination exceeds the memory or takes at least `most`."""
+        """Find the fastest combination of starting cuts and a starting rule. Return it as a list with one entry. The
+        list is empty if every combination exceeds the memory or takes at least `most`."""
         best, found = most, list[Found]()
         for edges in sorted(self.cuts()):
             for rule in rules(self.work(edges), self.m):
@@ -146,9 +146,9 @@ class Cutter:
         return found
 
     def search(self, start: Choice, time: float, actions: int, slack: float = 0.0) -> Found:
-        """Search from `start`, whose step takes `time`, by scheduling at most `actions` actions. Return the fastest
-        choice found. The search may also move to choices that are slower than the fastest choice, by at most a
-        fraction that falls from `slack` to 0."""
+        """Search from `start`, whose step takes `time`, and return the fastest choice found. The search schedules at
+        most `actions` actions. The search may also move to choices that are slower than the fastest choice, by at most
+        a fraction that falls from `slack` to 0."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *anneal(start, time, self.time, self.change, tries, slack), self
 
@@ -178,8 +178,8 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
 
 def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
     """Search for the fastest program of m microbatches that fits in the memory of each rank. Returns the program's
-    Candidate (the cut model) and schedule, or None if no such program was found. The program was simulated, so it is
-    free of deadlocks."""
+    Candidate (the cut model) and schedule, or None if the search finds no such program. The search simulates the
+    program, so the program has no deadlocks."""
     found, most = list[Found](), math.inf
     for placement in placements(p):
         with suppress(PartitionError):  # the model has too few units
@@ -201,7 +201,7 @@ def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | Non
 
 def refined(subject: Subject, found: Sequence[Found]) -> Iterator[Found]:
     """For each solution whose cuts are between layers, search for cuts inside layers. Yields the solutions that become
-    faster."""
+    faster with such cuts."""
     places = places_inside(subject) if found else None
     for (time, (edges, rule), cutter), seed in itertools.product(found if places else (), SEEDS):
         assert places is not None
@@ -215,8 +215,8 @@ def refined(subject: Subject, found: Sequence[Found]) -> Iterator[Found]:
 
 
 def _made_inside(subject: Subject, found: Iterable[Found], m: int) -> tuple[Candidate, Searched] | None:
-    """The candidate and the schedule of the fastest solution in `found` (with cuts inside layers) that fits in memory,
-    or None. Only layers that contain a cut are divided."""
+    """The candidate and the schedule of the fastest solution in `found` that fits in memory, or None. The solutions
+    have cuts inside layers. Only layers that contain a cut are divided."""
     for _, (edges, rule), cutter in sorted(found, key=itemgetter(0)):
         with suppress(PipeshardError):  # with fewer divided layers, the model cannot be cut here
             if made := _made(opened_layers(subject, cutter.names(edges)), rule, cutter.placement, m):
@@ -225,7 +225,8 @@ def _made_inside(subject: Subject, found: Iterable[Found], m: int) -> tuple[Cand
 
 
 def _made(subject: Subject, rule: Rule, placement: tuple[int, ...], m: int) -> tuple[Candidate, Searched] | None:
-    """The candidate and the schedule for the partition of `subject` and this rule, or None if memory is exceeded."""
+    """The candidate and the schedule for the partition of `subject` and this rule, or None if a rank exceeds its
+    memory."""
     p, stages = max(placement) + 1, subject.cut(subject.partition, placement).stages
     work = Cutter(subject, m, placement).work((*map(stages.index, range(len(placement))), len(stages)))
     if math.isinf(scheduled(work, m, rule)[0]):

@@ -25,8 +25,8 @@ class Layout:
     `global_batch` samples per step.
 
     Layouts with the same `global_batch` and `microbatch_size` have the same microbatches in a step, since no microbatch
-    is split between replicas. Therefore, the losses and gradients of these layouts are the same sums up to the order of
-    the terms, and dropout uses the same masks.
+    is split between replicas. Therefore, the losses and gradients of these layouts are sums of the same terms, possibly
+    in a different order, and dropout uses the same masks.
     """
 
     pp_size: int
@@ -40,7 +40,7 @@ class Layout:
         return self.pp_size * self.dp_size * self.tp_size
 
     def stages(self, devices: Devices) -> Devices:
-        """The devices of a pipeline's stages, given the `devices` of all ranks."""
+        """The devices of a pipeline's stages. `devices` are the devices of all ranks."""
         return devices.of_stages(self.pp_size, self.dp_size, self.tp_size)
 
     @property
@@ -63,8 +63,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class ToldLayout(Layout):
-    """A layout that another rank has chosen and sent, possibly an instance of a subclass of Layout. `told` is the
-    received value of the chosen layout's `arguments`."""
+    """A layout that another rank chose and sent. On that rank, the layout may be an instance of a subclass of Layout.
+    `told` is the received value of the layout's `arguments`."""
 
     told: dict[str, Any]
 
@@ -127,13 +127,13 @@ class Considered:
 
 @dataclass(frozen=True)
 class AutoConfig(Layout):
-    """A layout and a schedule that fit in memory, with the shortest (or nearly the shortest) step time. Returned by
-    `AutoConfig.choose`.
+    """A layout and a schedule that fit in memory, and whose step time is the shortest or nearly the shortest. Returned
+    by `AutoConfig.choose`.
 
     `partition` is the number of unit calls of each stage. `time` is the time of a step in `unit`. `unit` is "seconds"
     if units were measured or `tflops` was given. Otherwise, `unit` is "relative": 1 is the time of a step in which no
-    rank is ever idle. `considered` lists every combination of layout and schedule that was compared, the fastest first.
-    Combinations for which the model cannot be cut are last.
+    rank is ever idle. `considered` lists all compared combinations of a layout and a schedule, in order of increasing
+    time. Combinations for which the model cannot be cut are last.
     """
 
     schedule: str
@@ -176,25 +176,25 @@ class AutoConfig(Layout):
     ) -> Self:
         """Choose the layout and the schedule for `ranks` ranks by simulating steps of `global_batch` samples.
 
-        Arguments not listed here are the same as in `pipeshard.plan`. `batch` has at least `microbatch_size` samples,
-        or is None. Of the combinations that are at most 3 % slower than the fastest, `choose` returns the one with the
-        fewest stages and, of these, the one with the simplest schedule. Without `link`, messages take no time. The time
-        to reduce gradients across replicas is never counted, so without `device_memory`, replicas of the unsplit model
-        are the fastest.
+        Arguments not listed here are the same as in `pipeshard.plan`. `batch` must have at least `microbatch_size`
+        samples, or be None. Of the combinations that are at most 3 % slower than the fastest, `choose` returns the one
+        with the fewest stages and, of these, the one with the simplest schedule. Without `link`, messages take no time.
+        The simulation does not count the time to reduce gradients across replicas. Without `device_memory`, replicas of
+        the unsplit model are therefore the fastest.
 
         Args:
             microbatch_size: the number of samples in a microbatch. To compare sizes, call `choose` once per size, and
                 compare `time`. Only measured times (`partition="profile"`) show the benefit of larger microbatches.
             schedules: the schedules to choose from.
-            pp_size: the largest number of stages; by default `ranks / tp_size`.
+            pp_size: the maximum number of stages. The default is `ranks / tp_size`.
             device_memory: one value for all ranks, or one value per rank, as for `device_speed`. A stage is assumed to
                 have the smallest memory, the lowest speed and the slowest link of its ranks in all replicas.
             tp_size: the number of ranks across which each stage is sharded. In a layout, the number of stages times the
                 number of replicas is `ranks / tp_size`.
             link: one link between any two ranks, or a list of links, one from each rank to the next.
 
-        Raises ConfigurationError if no layout is legal, PartitionError if the model cannot be cut for any layout or no
-        layout fits in `device_memory`, and the other errors of `pipeshard.plan`.
+        Raises ConfigurationError if no layout is legal. Raises PartitionError if no layout fits in `device_memory`, or
+        if the model cannot be cut for any layout. Also raises the other errors of `pipeshard.plan`.
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         legal = layouts(ranks, global_batch, microbatch_size, pp_size, tp_size)
