@@ -66,7 +66,7 @@ def metered(
 @dataclass
 class Capture:
     """The arguments of a unit call. `made_up` contains the indices of the tensors that depend on results of other
-    units: the trace has no values for these tensors."""
+    units. The trace has no values for these tensors."""
 
     leaves: list[Any]
     made_up: frozenset[int]
@@ -77,7 +77,7 @@ class Captures(Meter):
     """A Meter that also captures the arguments of each kind of unit call.
 
     Attributes:
-        calls: one Capture per unit call; calls of the same kind share a Capture.
+        calls: one Capture per unit call. Calls of the same kind share a Capture.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Captures(Meter):
 
 
 def copied_argument(leaf: Any) -> Any:
-    """A copy of the argument if a unit may modify it (such as a cache), otherwise the argument itself."""
+    """A copy of the argument if a unit may modify the argument (such as a cache), and otherwise the argument itself."""
     return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 
 
@@ -145,11 +145,12 @@ def fit(
     speeds: Sequence[float] | None = None,
 ) -> list[int] | None:
     """Find a partition of the model for `program` that fits in the `limits` of the ranks (in bytes). Returns the number
-    of calls of each stage, or None if no such partition was found. `speeds` is the same as in `balance`.
+    of calls of each stage, or None if the search finds no such partition. `speeds` is the same argument as in
+    `balance`.
 
     With one stage per rank, a rank's memory depends only on its own calls, and dynamic programming finds the best
     partition. With several stages per rank, the search is best-first. If a rank exceeds its limit, one of the rank's
-    stages must become smaller. For each of these stages, the search adds the best partition in which this stage is
+    stages must become smaller. For each stage of this rank, the search adds the best partition in which the stage is
     smaller. The search visits at most `TRIES` partitions, in the order of their cost.
     """
     order = itertools.count()
@@ -162,7 +163,8 @@ def fit(
 
     @cache
     def within(caps: StageCaps) -> Callable[[int, int], bool]:
-        """A function that returns whether a stage with these limits can hold the calls from start to end."""
+        """Return a function (start, end) that returns whether a stage with these limits can hold the calls from start
+        to end."""
         return cache(lambda start, end: all(footprint.total(start, end, part) < cap for part, cap in caps))
 
     def look(caps: Caps) -> None:
@@ -192,17 +194,17 @@ def fit(
 
 
 def _alone(moments: Sequence[Moment]) -> list[StagePart]:
-    """The parts during which a stage alone must fit in memory: all parts if its rank has no other stage, otherwise
-    FIRST."""
+    """The parts during which a stage must fit in memory by itself: all parts if the stage's rank has no other stage,
+    and otherwise only FIRST."""
     return [part for ((_, part),) in moments] if len(moments[0]) == 1 else [FIRST]
 
 
 def _heaviest(
     moments: Sequence[Sequence[Moment]], runs: Sequence[tuple[int, int]], footprint: Footprint, limits: Sequence[int]
 ) -> tuple[dict[int, tuple[StagePart | None, int]], int]:
-    """Find the moment at which a rank exceeds its limit the most. Returns a dict that maps each stage of this rank to
-    the stage's part (None: the end of a step) and bytes, and the rank's excess in bytes (at most 0 if all ranks
-    fit)."""
+    """Find the moment at which a rank exceeds its limit the most. Returns a dict and the rank's excess in bytes (at
+    most 0 if all ranks fit). The dict maps each stage of this rank to the stage's part (None for the end of a step) and
+    the stage's bytes."""
     found = list[tuple[Sequence[tuple[int, StagePart | None]], int]]()
     for of_rank, limit in zip(moments, limits, strict=True):
         stages = [s for s, _ in of_rank[0]]
@@ -224,10 +226,11 @@ class Subject:
     """The model of a plan, with the cost of each unit call and the memory of each run of calls.
 
     `forms` are the forms of the parameters under `training`. `in_seconds` is whether the costs are in seconds.
-    `devices` are the devices of the pipeline's ranks. `again` returns the Subject of the same model with a partition by
-    module names, which may be inside layers. `again` is None if cuts inside layers are not supported. If not empty,
-    `known_sums` replaces the `sums` computed from `costs`, which have rounding errors. If the policy's own `costs` has
-    changed the costs, `before_policy` contains the total cost of each call before the change.
+    `devices` are the devices of the pipeline's ranks. `again` takes module names, which may be inside layers, and
+    returns the Subject of the same model with these names as the partition. `again` is None if cuts inside layers are
+    not supported. If `known_sums` is not empty, it replaces the `sums` that are computed from `costs`, since the
+    computed sums have rounding errors. If the policy's own `costs` has changed the costs, `before_policy` contains the
+    total cost of each call before the change.
     """
 
     model: nn.Module
@@ -252,7 +255,7 @@ class Subject:
 
     @cached_property
     def sums(self) -> Sequence[Sequence[float]]:
-        """For F, B and W: the sums of the costs before each call, and of all costs."""
+        """For each of F, B and W, the sums of the costs of all calls before each call, and the sum of all costs."""
         return self.known_sums or [[0.0, *itertools.accumulate(kind)] for kind in zip(*self.costs, strict=True)]
 
     def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:
@@ -265,8 +268,8 @@ class Subject:
         return replace(self, training=training, footprint=self.footprint.trained(training))
 
     def on(self, devices: Devices) -> "Subject":
-        """A copy of the subject for these devices. If their speeds differ, a partition by cost takes the speeds
-        into account."""
+        """A copy of the subject for these devices. If the devices' speeds differ, a partition by cost takes these
+        speeds into account."""
         is_unequal = by_cost(self.partition) and len({*devices.speeds}) > 1
         partition = devices.partition if is_unequal else self.partition
         return replace(self, devices=devices, partition=partition)
@@ -284,8 +287,8 @@ class Subject:
 class Candidate:
     """The model, cut into the stages of `program`.
 
-    If a rank would exceed its limit, a partition given as a rule, such as "auto", is replaced with a partition that
-    fits, if one is found. `moved` is then True. Raises PartitionError if the model cannot be cut.
+    A rule such as "auto" may lead to a partition with which a rank would exceed its limit. Such a partition is replaced
+    with a partition that fits, if one is found. `moved` is then True. Raises PartitionError if the model cannot be cut.
     """
 
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:
@@ -319,7 +322,7 @@ class Candidate:
         ]
 
     def _memory(self, rank: int, stages: Collection[int], names: Iterable[str]) -> Memory:
-        """The memory of these stages of a rank at the rank's peak, with these parameters."""
+        """The memory of `rank` at its peak, counting only these stages and the parameters with these names."""
         memory = self.subject.takes([self.subject.parameters[name] for name in names])
         parts = [self.at_peak[stage] for stage in stages]
         kept = [size * (stage in stages) for stage, size in enumerate(self.kept)]
@@ -337,7 +340,7 @@ class Candidate:
 
     @property
     def cuts(self) -> Cuts:
-        """The partition to pass to the plugin: the modules to cut after if the subject's partition names modules,
+        """The partition to pass to the plugin: the modules to cut after if the subject's partition names modules, and
         otherwise the number of calls of each stage."""
         return self.subject.partition if named_modules_of(self.subject.partition) else self.counts
 
@@ -347,7 +350,8 @@ class Candidate:
         return max(devices.excess(self.memory)) <= 0 if devices.memory else None
 
     def costs(self, unit: float) -> list[Cost]:
-        """The costs of each stage (the sums over its calls), at the speed of its rank, in units of `unit`."""
+        """The costs of each stage, in units of `unit`. The costs of a stage are the sums of its calls' costs, divided
+        by the speed of its rank."""
         nothing, speeds = Cost(0.0, 0.0, 0.0), self.subject.devices.speeds
         sums = [map(sum, zip(nothing, *self.subject.costs[start:end])) for start, end in self.runs]
         return [
@@ -382,7 +386,7 @@ class Candidate:
 
     def sent(self, stage: int) -> tuple[int, int]:
         """The bytes of a microbatch's message to a stage, and the bytes of the gradients that the stage sends back.
-        Both are 0 if the stage is the first or the previous stage is on the same rank."""
+        Both are 0 for the first stage, and if the previous stage is on the same rank."""
         placement = self.program.placement
         if stage == 0 or placement[stage - 1] == placement[stage]:
             return 0, 0

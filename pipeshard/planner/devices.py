@@ -69,9 +69,9 @@ def _joined(links: Sequence[Link]) -> Link:
 class Devices:
     """The devices of a pipeline's ranks.
 
-    `memory` contains the limit of each rank in bytes (empty: no limit), and `speeds` the relative speed of each rank.
-    `links` contains a single link, between any two ranks, or one link from each rank to the next. Without links,
-    messages take no time.
+    `memory` contains the limit of each rank in bytes, and is empty without limits. `speeds` contains the relative speed
+    of each rank. `links` contains either a single link, which connects any two ranks, or one link from each rank to the
+    next. Without links, messages take no time.
     """
 
     memory: tuple[int, ...]
@@ -82,7 +82,7 @@ class Devices:
     def parse(
         cls, ranks: int, memory: Any = None, speeds: Any = None, links: Any = None, limit: str = "device_memory"
     ) -> Self:
-        """Parse the arguments of `plan` that describe devices. `limit` is the name of the argument `memory` in errors.
+        """Parse the arguments of `plan` that describe devices. Errors use `limit` as the name of the argument `memory`.
         Raises ConfigurationError for invalid values."""
         return cls(
             () if memory is None else _each(limit, memory, ranks, partial(parse_bytes, name=limit)),
@@ -113,7 +113,7 @@ class Devices:
 
     @property
     def limits(self) -> str:
-        """The memory limit of each rank as text, or one value if all limits are the same."""
+        """The memory limits of the ranks as text. If all limits are the same, the text contains only one value."""
         return ", ".join(map(format_bytes, self.memory if len({*self.memory}) > 1 else self.memory[:1]))
 
     def excess(self, memory: Sequence[Memory]) -> list[int]:
@@ -124,7 +124,7 @@ class Devices:
         """The durations of messages for `simulate_parts`, in seconds: `latency` for the message to each stage, and
         `returned` for the gradients that the stage sends back. Returns {} without links.
 
-        `sizes` contains the bytes of these two messages for each stage. A message passes through all links between its
+        For each stage, `sizes` contains the bytes of these two messages. A message passes through all links between its
         two ranks.
         """
         if not self.links:
@@ -137,9 +137,9 @@ class Devices:
         return times
 
     def of_stages(self, pp_size: int, dp_size: int, tp_size: int) -> "Devices":
-        """The devices of a pipeline's stages, given these devices of all ranks of a job. A stage has the smallest
-        memory and the lowest speed of its ranks, and the lowest bandwidth and highest latency of the links from its
-        ranks to the next stage."""
+        """The devices of a pipeline's stages, if these are the devices of all ranks of a job. A stage has the smallest
+        memory and the lowest speed of its ranks. The link to the next stage has the lowest bandwidth and the highest
+        latency of the links from the stage's ranks to the next stage."""
         replicas = [
             [(d * pp_size + s) * tp_size + t for d in range(dp_size) for t in range(tp_size)] for s in range(pp_size)
         ]
@@ -155,7 +155,7 @@ class Devices:
 
 
 def _each(name: str, given: Any, ranks: int, parse: Callable[[Any], T]) -> tuple[T, ...]:
-    """The value of each rank, parsed from one value for all ranks or one value per rank."""
+    """Parse one value for all ranks, or one value per rank. Returns the value of each rank."""
     values = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     if len(values) not in (1, ranks):
         raise ConfigurationError(

@@ -22,11 +22,11 @@ SHARE = 0.1  # the smallest fraction of a layer's cost that a cut inside the lay
 
 @dataclass(frozen=True)
 class Inside:
-    """A `subject` in which the children of layers are units. For each call of the model with whole layers, `edges`
-    contains the index of the first corresponding call in `subject`. The last entry is the number of calls in `subject`.
-    `names` maps each call before which a cut is possible to the name of the module before the cut. `inner` contains the
-    keys of `names` that are inside a layer. For a cut before each call, `sent` contains the bytes that cross the cut,
-    and the bytes of the gradients that are sent back."""
+    """A `subject` in which the children of layers are units. For each call of the model with undivided layers, `edges`
+    contains the index of the first corresponding call in `subject`. The last entry of `edges` is the number of calls in
+    `subject`. `names` maps each call before which a cut is possible to the name of the module before the cut. `inner`
+    contains the keys of `names` that are inside a layer. For each call, `sent` contains the bytes that cross a cut
+    before the call, and the bytes of the gradients that are sent back."""
 
     subject: Subject
     edges: tuple[int, ...]
@@ -59,9 +59,10 @@ def places_inside(subject: Subject) -> Inside | None:
 
 
 def opened_layers(subject: Subject, names: Sequence[str]) -> Subject:
-    """Study the model of `subject` with the module names `names` as partition. In layers that contain such a module,
-    the children are units, and the layer's cost is divided among the children. Raises PartitionError if the model
-    cannot be cut this way or calls its units in a different order, and TraceError if the model cannot be traced."""
+    """Study the model of `subject` again, with the module names `names` as the partition. In layers that contain such a
+    module, the children are units, and the layer's cost is divided among the children. Raises PartitionError if the
+    model cannot be cut this way, or if it calls its units in a different order than in `subject`. Raises TraceError if
+    the model cannot be traced."""
     if subject.again is None:
         raise PartitionError("the model cannot be cut inside its layers")
     made = subject.again(names)
@@ -87,7 +88,7 @@ def divided_cost(whole: Cost, parts: Sequence[Cost]) -> list[Cost]:
 
 def call_edges(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
     """For each call of `whole`, the index of the first corresponding call of `fine`. The last entry is the number of
-    calls of `fine`. Raises PartitionError unless `fine` has the calls of `whole` in the same order, except that
+    calls of `fine`. Raises PartitionError unless `fine` has the same calls as `whole`, in the same order. In `fine`,
     consecutive calls of modules inside a unit may replace a call of the unit."""
     edges, known = [0], {call.unit for call in fine.calls}
     for call in whole.calls:
@@ -116,8 +117,8 @@ def _openings(model: nn.Module, flow: Dataflow) -> list[str]:
 
 
 def _first_child(name: str, unit: nn.Module) -> str:
-    """If `unit` has several children with parameters, the name of the first of these children. If it has only one, the
-    result for this child. If it has none, ""."""
+    """The name of the first child of `unit` that has parameters, if several children have parameters. If only one child
+    has parameters, the result for this child. If none has, ""."""
     children = [each for each in unit.named_children() if next(each[1].parameters(), None) is not None]
     if not children:
         return ""
@@ -126,14 +127,15 @@ def _first_child(name: str, unit: nn.Module) -> str:
 
 
 def _last_calls(flow: Dataflow) -> dict[int, str]:
-    """For a cut before each call, the name of the unit before the cut, if the unit is not called after the cut."""
+    """For each call except the first, the name of the previous call's unit. Omitted if this unit is called again
+    later."""
     last = {call.unit: k for k, call in enumerate(flow.calls, 1)}
     return {k: call.unit for k, call in enumerate(flow.calls, 1) if last[call.unit] == k and k < len(flow.calls)}
 
 
 def _cheapest(costs: Sequence[float], edges: Sequence[int], possible: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The cuts inside each layer across which the fewest bytes are sent. Omits cuts that separate less than the
-    fraction `SHARE` of the layer's cost."""
+    """For each layer, the cuts inside it that send the fewest bytes. Omits cuts that separate less than the fraction
+    `SHARE` of the layer's cost."""
     found = []
     for start, end in pairwise(edges):
         least = SHARE * sum(costs[start:end])
@@ -146,8 +148,8 @@ ValueBytes = dict[Hashable, tuple[int, int]]  # the bytes of each value, and of 
 
 
 def _crossing(whole: Dataflow, fine: Dataflow, edges: Sequence[int]) -> list[ValueBytes]:
-    """The values that cross a cut before each call of `fine`, if only the layer that contains the cut is divided:
-    the values that enter the layer, and the results of its children."""
+    """For each call of `fine`, the values that cross a cut before the call, if only the layer that contains the cut is
+    divided: the values that enter the layer, and the results of its children."""
     of_layers = [{("layer", value): size for value, size in each.items()} for each in _live(whole)]
     of_children = _live(fine)
     return [
@@ -158,7 +160,7 @@ def _crossing(whole: Dataflow, fine: Dataflow, edges: Sequence[int]) -> list[Val
 
 
 def sent(subject: Subject) -> list[tuple[int, int]]:
-    """For a cut before each call: the bytes that cross the cut, and the bytes of the gradients that are sent back."""
+    """For each call, the bytes that cross a cut before the call, and the bytes of the gradients that are sent back."""
     return [_sums(each) for each in _live(subject.flow)]
 
 
@@ -167,7 +169,7 @@ def _sums(sizes: ValueBytes) -> tuple[int, int]:
 
 
 def _live(flow: Dataflow) -> list[ValueBytes]:
-    """The values that cross a cut before each call."""
+    """For each call, the values that cross a cut before the call, with their bytes and the bytes of their gradients."""
     last = len(flow.calls)
     values = live_values(flow, range(last), last, flow.needed())
     sizes = [{value: tensor_bytes(flow.spec(value)) for value in each} for each in values]
