@@ -81,10 +81,10 @@ class Memory:
     """Bytes on a device, by purpose.
 
     `values` are the fp32 master weights of 16-bit parameters, or the shards that a replica keeps with fsdp. At the peak
-    of the backward passes, microbatches keep `activations`, the running backward has allocated or recomputed
-    `temporary` bytes more than it has freed, and `absent` bytes of gradients do not exist yet. `update` is the
-    temporary memory at the end of a step, when no activations exist, so `total` counts only the larger of `backward`
-    and `update`. `host` is host memory, which `total` does not include.
+    of the backward passes, microbatches keep `activations`, the bytes that the running backward has allocated or
+    recomputed exceed the bytes that it has freed by `temporary`, and `absent` bytes of gradients do not exist yet.
+    `update` is the temporary memory at the end of a step. No activations exist at that time, so `total` counts only the
+    larger of `backward` and `update`. `host` is host memory, which `total` does not include.
     """
 
     parameters: int = 0
@@ -118,9 +118,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms in which a rank holds parameters. `lowered` contains the parameters that are cast to 16 bits, `sliced`
-    maps each sharded parameter to the number of elements of a rank's shard, and `packed` maps each quantized parameter
-    to its layer. `embeddings` contains the weights of `nn.Embedding`s."""
+    """The forms in which a rank holds parameters. `lowered` contains the parameters that are cast to 16 bits. `sliced`
+    maps each sharded parameter to the number of elements in a rank's shard. `packed` maps each quantized parameter to
+    its layer. `embeddings` contains the weights of `nn.Embedding`s."""
 
     lowered: Container[Tensor] = ()
     sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
@@ -134,20 +134,20 @@ class Forms:
 
 @dataclass(frozen=True)
 class Training:
-    """The training settings that affect memory: the plugin's arguments of the same names, and the optimizer.
-    "adamw", "adam" and "adamw_fused" (`fused=True`) have two states per parameter, "sgd" (with momentum) has one, and
-    "none" has none. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers; "trainer_adamw_8bit" and
-    "trainer_lion_8bit" are the same optimizers in a Trainer, which keeps the states of embeddings in fp32.
+    """The training settings that affect memory: the plugin's arguments of the same names, and the optimizer. "adamw",
+    "adam" and "adamw_fused" (`fused=True`) have two states per parameter, "sgd" (with momentum) has one, and "none" has
+    none. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers. "trainer_adamw_8bit" and "trainer_lion_8bit" are the
+    same optimizers in a Trainer, which keeps the states of embeddings in fp32.
 
-    With `precision` "bf16" or "fp16", parameters are 16-bit. Gradients, master weights and states (except 8-bit
-    states) are fp32. `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards
-    the states and the master weights (with "fp32", the parameters themselves). Within a step, a rank also holds the
-    unsharded parameters and gradients. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, and
-    parameters of experts across `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the activations
-    of at most two microbatches on its device. With "optimizer" or "both", the states, the fp32 master weights, and
-    copies of the gradients are on the host.
+    With `precision` "bf16" or "fp16", parameters are 16-bit. Gradients, master weights and states (except 8-bit states)
+    are fp32. `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards the
+    states and the master weights (with "fp32", the parameters instead of master weights). Within a step, a rank also
+    holds the unsharded parameters and gradients. Parameters in a tensor-parallel plan are sharded across `tp_size`
+    ranks, and parameters of experts across `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the
+    activations of at most two microbatches on its device. With "optimizer" or "both", the states, the fp32 master
+    weights, and copies of the gradients are on the host.
 
-    Raises ConfigurationError for an unknown optimizer, and for arguments that the plugin would refuse.
+    Raises ConfigurationError for an unknown optimizer, and for any argument that the plugin would refuse.
     """
 
     optimizer: str = "adamw"
@@ -193,8 +193,8 @@ class Training:
         )
 
     def moments(self, actions: Sequence[Action]) -> list["Moment"]:
-        """The distinct moments of a rank: the parts of all its stages during each B and W of the rank. A stage has
-        gradients once its first microbatch is complete."""
+        """The distinct moments of a rank. A moment consists of the parts of all the rank's stages during a B or W of
+        the rank. A stage has gradients once its first microbatch is complete."""
         compute = [action for action in actions if action.kind.is_compute]
         last = {action[1:]: action for action in compute}
         stages, trained, found = sorted({action.stage for action in compute}), set[int](), dict[Moment, None]()
@@ -213,12 +213,12 @@ class Training:
         return list(found)
 
     def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
-        """The largest number of bytes that a rank's activations take on the host, given the activation bytes of a
-        microbatch on each stage. 0 unless `offload` includes activations."""
+        """The maximum number of bytes that a rank's activations take on the host. `sizes` contains the activation bytes
+        of a microbatch on each stage. 0 unless `offload` includes activations."""
         return most_on_host(actions, sizes) if self.offloads("activations") else 0
 
     def offloads(self, what: str) -> bool:
-        """Whether `offload` includes `what`, "activations" or "optimizer"."""
+        """Whether `offload` includes `what` ("activations" or "optimizer")."""
         return is_offloaded(self.offload, what)
 
     @property
@@ -257,7 +257,8 @@ class Training:
         return Memory(sizes, gradients, states, values=values, update=self.update(gradients), host=host)
 
     def states(self, count: int, trained: int, is_embedding: bool = False) -> int:
-        """The bytes of the optimizer states of `count` elements whose gradients take `trained` bytes (0 if frozen)."""
+        """The bytes of the optimizer states of `count` elements. The gradients of these elements take `trained` bytes
+        (0 if the elements are frozen)."""
         if self.optimizer in OPTIMIZERS:
             return OPTIMIZERS[self.optimizer] * trained
         is_full = count < SMALL or (is_embedding and self.optimizer.startswith(OF_TRAINER))
@@ -265,10 +266,10 @@ class Training:
         return IN_8_BITS[self.optimizer] * each if trained else 0
 
     def update(self, gradients: int) -> int:
-        """The temporary bytes at the end of a step, given the bytes of the gradients. These bytes are the larger of two
-        sizes: the messages that sum gradients over ranks with the same weights (at most two are in flight), and the
-        square roots of the second moments. torch's AdamW computes these roots together on a GPU (`foreach`), unless the
-        optimizer is fused or the states are on the host."""
+        """The temporary bytes at the end of a step. `gradients` is the size of the gradients in bytes. The result is
+        the larger of two sizes: the size of the messages that sum gradients over ranks with the same weights (at most
+        two messages are in flight), and the size of the square roots of the second moments. torch's AdamW computes
+        these roots together on a GPU (`foreach`), unless the optimizer is fused or the states are on the host."""
         messages = min(2 * BUCKET, gradients) if self.dp_size * self.ep_size > 1 else 0
         has_roots = self.optimizer in WITH_ROOTS and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)
@@ -280,8 +281,9 @@ def pinned(size: int) -> int:
 
 
 class StagePart(NamedTuple):
-    """A stage's part of a moment: the number of microbatches that the stage keeps `alive`, whether its gradients exist,
-    whether its B is running, the number of its microbatches that wait for W, and whether the running B has a W."""
+    """A stage's part of a moment. The fields are, in order: the number of microbatches that the stage keeps `alive`,
+    whether the stage's gradients exist, whether a B of the stage is running, the number of its microbatches that wait
+    for W, and whether a W follows the running B."""
 
     alive: int
     has_gradients: bool
@@ -294,8 +296,8 @@ Moment = tuple[tuple[int, StagePart], ...]  # a rank's stages, each with its par
 
 
 class Footprint:
-    """The memory of each run of consecutive unit calls: the run's parameters in their `forms`, with their gradients,
-    states and master weights under `training`, and the activations of a microbatch.
+    """The memory of each run of consecutive unit calls. This memory consists of the run's parameters in their `forms`,
+    of their gradients, states and master weights under `training`, and of the activations of a microbatch.
 
     Memory that several calls share (tied parameters, masks, a result that two units keep) counts once per run. A
     parameter that no call reads belongs to the call that `held_parameters` selects.
@@ -310,7 +312,7 @@ class Footprint:
         training: Training,
         forms: Forms,
     ) -> None:
-        """`unrecomputed` is the Work of each unit call without recomputation."""
+        """`unrecomputed` contains the Work of each unit call, metered without recomputation."""
         self.last = len(flow.calls)  # the glue after the last call counts as one more call
         units = {call.unit: model.get_submodule(call.unit) for call in flow.calls}
         self._held = held_parameters(model, flow, range(self.last), units, self.last + 1)
@@ -348,13 +350,14 @@ class Footprint:
         self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
 
     def entered(self, entering: Sequence[Mapping[Hashable, int]]) -> "Footprint":
-        """A copy in which these values, mapped to their bytes, cross a cut before each call and receive gradients."""
+        """A copy of the Footprint with other entering values. For each call, `entering` contains the values that cross
+        a cut before the call and receive gradients, with their bytes."""
         other = copy.copy(self)
         other._entering = list(entering)
         return other
 
     def trained(self, training: Training) -> "Footprint":
-        """A copy with different training settings."""
+        """A copy of the Footprint for these training settings."""
         other = copy.copy(self)
         other._count(training)
         return other
@@ -371,8 +374,8 @@ class Footprint:
         self._totals = dict[tuple[int, int, StagePart | None], int]()
 
     def total(self, start: int, end: int, part: StagePart | None) -> int:
-        """Bytes of a stage with the calls from `start` to `end` (exclusive) during `part`, or at the end of a step if
-        `part` is None."""
+        """The bytes, during `part`, of a stage with the calls from `start` to `end` (exclusive). If `part` is None, the
+        bytes at the end of a step."""
         key = start, end, part
         if key not in self._totals:
             if part is None:
@@ -383,8 +386,9 @@ class Footprint:
         return self._totals[key]
 
     def repeated(self, runs: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """The bytes of permanent memory, and of gradients, by which the sums over these runs of one rank are too large:
-        a tied parameter counts in each run, but the rank holds it once."""
+        """The excess, in bytes, of the sums over these runs of one rank: the excess of permanent memory, and the excess
+        of gradients. The sums count a tied parameter in each run that holds it, but the rank holds the parameter only
+        once."""
         always = gradients = 0
         for calls, sizes in self._twice.items() if len(runs) > 1 else ():
             holding = sum(any(start <= call < self._end(end) for call in calls) for start, end in runs)
@@ -393,7 +397,7 @@ class Footprint:
         return always, gradients
 
     def working(self, start: int, end: int, part: StagePart) -> Memory:
-        """The memory of a stage during `part` in addition to its permanent memory."""
+        """The memory that a stage takes during `part`, in addition to its permanent memory."""
         return Memory(
             activations=part.alive * self.activations(start, end) + part.pending * self.waiting(start, end),
             temporary=self.temporary(start, end, not part.has_gradients, part.splits) if part.is_running else 0,
@@ -401,11 +405,11 @@ class Footprint:
         )
 
     def gradients(self, start: int, end: int) -> int:
-        """Bytes of the gradients of a stage."""
+        """The bytes of a stage's gradients."""
         return self._gradients.total(start, self._end(end))
 
     def activations(self, start: int, end: int) -> int:
-        """Bytes that one microbatch keeps between F and B of these calls, including the stage's inputs."""
+        """The bytes that one microbatch keeps between F and B of these calls, including the stage's inputs."""
         end = self._end(end)
         entered = 0
         for value, size in self._entering[start].items():
@@ -420,9 +424,9 @@ class Footprint:
         return sum(self._waiting[start : self._end(end)])
 
     def temporary(self, start: int, end: int, first: bool = False, splits: bool = False) -> int:
-        """The peak, during a backward of this stage, of the bytes that the backward has allocated minus the activations
-        that it has freed. The `first` backward also allocates the gradients. If W follows (`splits`), the backward
-        keeps the recomputed activations that W needs."""
+        """The temporary bytes of this stage at the peak of a backward: the bytes that the backward has allocated minus
+        the bytes of the activations that it has freed. The `first` backward also allocates the gradients. If a W
+        follows (`splits`), the backward keeps the recomputed activations that W needs."""
         end, kept, gradients = self._end(end), self._kept.total, self._gradients.total
         needed = self._needed[splits]
         if (start, first, splits) not in self._peaks:

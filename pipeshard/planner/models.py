@@ -50,12 +50,13 @@ def build_on_meta(
     """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
     `fields` are config fields as `key=value`, with values in JSON or plain text. `dtype` is "bf16", "fp16" or "fp32".
-    The default is the config's dtype or, if the config has none, `otherwise()`. A positive `lora` is the rank of
-    adapters on the layers that `lora_targets` names ("q_proj,v_proj"), by default on all linear layers. Only the
-    adapters are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the
-    `quantization_config` of `from_pretrained`. With `as_saved`, weights that the folder stores in 4 or 8 bits are also
-    quantized; otherwise, the folder's quantization is ignored. With `trust_remote_code`, code in the folder is
-    executed. `options` are further options of from_pretrained. Unknown options are ignored.
+    The default is the config's dtype or, if the config has none, `otherwise()`. If `lora` is positive, the model gets
+    adapters of this rank, and only the adapters are trained. The adapters are on the layers that `lora_targets` names
+    (such as "q_proj,v_proj"), or by default on all linear layers. With `quantize` ("nf4", "fp4", "int8"), the base
+    weights are quantized as with the `quantization_config` of `from_pretrained`. With `as_saved`, weights that the
+    folder stores in 4 or 8 bits are also quantized. Without it, the folder's quantization is ignored. With
+    `trust_remote_code`, code in the folder is executed. `options` are further options of from_pretrained. Unknown
+    options are ignored.
 
     Raises ConfigurationError for a missing or unknown model, and for invalid arguments.
     """
@@ -126,8 +127,8 @@ def _adapted(model: Any, rank: int, names: str | None) -> nn.Module:
 
 
 def precision_of(model: nn.Module) -> str:
-    """The plugin's `precision` for the dtype of most floating-point elements of a model's parameters or, with adapters,
-    of its frozen parameters."""
+    """The plugin's `precision` for this model. It corresponds to the dtype of most floating-point elements in the
+    model's parameters (with adapters, in its frozen parameters)."""
     counts: Counter[torch.dtype] = Counter()
     parameters = [*filter(Tensor.is_floating_point, model.parameters())]  # quantized weights are integers
     frozen = [p for p in parameters if not p.requires_grad] if has_adapters(model) else []
@@ -163,8 +164,8 @@ def _config(source: str, fields: dict[str, Any], trust_remote_code: bool, option
 
 
 def _reads(config: Any, key: str) -> bool:
-    """Whether the model's code reads this config field. A config may lack a field that the code reads, such as head_dim
-    of Qwen3-MoE."""
+    """Whether the model's code reads this config field. A config may lack a field that the code reads. For example,
+    Qwen3-MoE's config may lack head_dim."""
     code = inspect.getsource(sys.modules[_class_of(config).__module__])
     return re.search(rf"""config\.{key}\b|["']{key}["']""", code) is not None
 
@@ -211,7 +212,8 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _class_of(config: Any) -> Any:
-    """The model class that the config names, or the model class of the first task with a class for this config."""
+    """The model class that the config names, if transformers has it. Otherwise, the model class of the first task that
+    has a class for this config."""
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
