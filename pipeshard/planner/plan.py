@@ -47,11 +47,11 @@ class StagePlan:
 
     `units` abbreviates the names of the stage's `calls` unit calls. `parameters` is the number of elements of the
     stage's parameters. `forward`, `backward` and `weight` are the times of F, B and W of one microbatch. In a schedule
-    without W, a B takes `backward` + `weight`. `memory` is the stage's part of its rank's peak, at which `alive`
-    microbatches keep `kept` bytes each. A parameter that an earlier stage of the rank also holds counts only in the
-    earlier stage. `enters` are the values that the stage receives from the previous stage, in a message of `received`
-    bytes. The stage sends back `returned` bytes of gradients. `received` and `returned` are 0 if the previous stage is
-    on the same rank.
+    without W, a B takes `backward` + `weight`. `memory` is the stage's part of its rank's peak memory. At this peak,
+    `alive` microbatches keep `kept` bytes each. A parameter that an earlier stage of the rank also holds counts only in
+    the earlier stage. `enters` are the values that the stage receives from the previous stage, in a message of
+    `received` bytes. The stage sends back `returned` bytes of gradients. `received` and `returned` are 0 if the
+    previous stage is on the same rank.
     """
 
     stage: int
@@ -71,7 +71,8 @@ class StagePlan:
 
 
 def in_short(names: Sequence[str]) -> str:
-    """The first and the last name, such as model.layers.4 to 8. The last name omits the path that both names share."""
+    """Abbreviate names to the first and the last name, as in "model.layers.4 to 8". The last name omits the path that
+    both names share."""
     ends = list(dict.fromkeys([*names[:1], *names[-1:]]))
     shared = os.path.commonprefix(ends).rpartition(".")[0]  # noqa: RUF071 - names, cut at a dot
     return " to ".join([*ends[:1], *(name.removeprefix(f"{shared}.") for name in ends[1:])])
@@ -84,9 +85,9 @@ UNUSABLE = "cannot be cut this way"  # shown for an estimate with a problem
 class Estimate:
     """The estimate of one schedule: the time of a step, the idle share of all ranks' time, and the memory of each rank.
 
-    `counts` is the number of unit calls of each stage. `fits` is whether every rank stays within its memory limit
-    (None: no limit), and `moved` whether `counts` differs from the requested partition, which does not fit. If the
-    model cannot be cut for this schedule, `problem` is the reason, and the fields from `time` to `moved` are not set.
+    `counts` is the number of unit calls of each stage. `fits` is whether every rank stays within its memory limit, or
+    None without limits. `moved` is whether `counts` replaces a requested partition that does not fit. If the model
+    cannot be cut for this schedule, `problem` is the reason, and the fields from `time` to `moved` are not set.
     """
 
     schedule: str
@@ -115,8 +116,9 @@ class Estimate:
 
 
 class InSlices(NamedTuple):
-    """The estimate of a schedule with microbatches that are split into `n` slices of equal time: the time of a step,
-    the idle share of all ranks' time, the peak bytes of each rank, and the limit of each rank (empty: no limit)."""
+    """The estimate of a schedule whose microbatches are split into `n` slices of equal time. The fields are the time of
+    a step, the idle share of all ranks' time, the peak memory of each rank in bytes, and the memory limit of each rank
+    (empty without limits)."""
 
     n: int
     time: float
@@ -143,7 +145,8 @@ NUMBERS_OF_SLICES = 1, 2, 4, 8, 16
 
 
 def refuse_large(found: Sequence[InSlices], n: int | None = None) -> None:
-    """Raise PartitionError if a rank exceeds its limit with `n` slices (by default, with any number in `found`)."""
+    """Raise PartitionError if a rank exceeds its limit with `n` slices. Without `n`, raise it only if a rank exceeds
+    its limit with each number of slices in `found`."""
     choices = [one for one in found if n in (None, one.n)]
     if any(one.fits is not False for one in choices):
         return
@@ -162,12 +165,12 @@ class Plan:
 
     Sizes are in bytes. Times are in `unit`: "seconds" if units were measured or `tflops` was given. Otherwise, times
     are "relative": 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
-    without idle time takes `num_microbatches`. `stages` are the stages of `schedule`, which is the `recommended`
-    schedule (for the `reason` given) unless another schedule was requested. `cuts` can be passed to the plugin as
-    `partition`: the number of unit calls of each stage or, if cuts are given by module names, the modules to cut after.
-    `training` contains the other settings that determine the memory. `devices` are the ranks' devices and their links.
-    `searched` is the schedule if a search has found it, otherwise None. `unused` maps each module that the batch does
-    not use to its number of parameters.
+    without idle time takes `num_microbatches`. `stages` are the stages of `schedule`. `schedule` is the `recommended`
+    schedule, unless another schedule was requested, and `reason` explains the recommendation. `cuts` can be passed to
+    the plugin as `partition`: the number of unit calls of each stage, or the modules to cut after if the cuts were
+    given as module names. `training` contains the other settings that determine the memory. `devices` are the ranks'
+    devices and their links. `searched` is the schedule if a search found it, and otherwise None. `unused` maps the name
+    of each module that the batch does not use to the module's number of parameters.
     """
 
     model: str
@@ -218,7 +221,7 @@ class Plan:
         return math.prod(shape) * self.num_microbatches * self.training.dp_size
 
     def transfers(self, n: int = 1) -> dict[str, list[float]]:
-        """The durations of messages for `simulate_parts`, if each microbatch is split into `n` slices."""
+        """The durations of messages, as arguments of `simulate_parts`, if each microbatch is split into `n` slices."""
         sizes = ((stage.received / n, stage.returned / n) for stage in self.stages)
         return self.devices.transfers([stage.rank for stage in self.stages], sizes)
 
@@ -252,7 +255,8 @@ class Plan:
         return found
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draw the timeline into the file `path`, in the format of its suffix (png, svg, pdf). Requires matplotlib."""
+        """Draw the timeline, and save it as `path`. The suffix of `path` (png, svg, pdf) determines the format.
+        Requires matplotlib."""
         label = f"{self.estimate.name}, p={self.pp_size}, m={self.num_microbatches}"
         relative = "1: the work of a microbatch on one rank" if self.unit == "relative" else ""
         draw_timeline([(label, self.simulate().spans)], path, f"{self.model}, simulated", relative)

@@ -43,8 +43,8 @@ NEAR = 0.03  # the fraction by which a simpler schedule may be slower
 
 def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tuple[Estimate, str]:
     """Return the estimate of the recommended schedule, and the reason as one sentence. The recommendation is the
-    fastest schedule that fits, or a simpler schedule that is nearly as fast. If no schedule fits, all schedules are
-    compared."""
+    fastest schedule that fits, or a simpler schedule that is nearly as fast. If no schedule fits, the recommendation
+    ignores the memory limits."""
     possible = [e for e in estimates if not e.problem]
     fitting = [e for e in possible if e.fits is not False] or possible
     fastest = min(fitting, key=lambda e: (e.time, SIMPLEST.index(e.schedule), e.num_model_chunks))
@@ -92,18 +92,20 @@ def plan(
 ) -> Plan:
     """Estimate how `model` would train on `pp_size` ranks with each schedule, and recommend a schedule. Only shapes are
     computed, so `plan` needs no process group and no GPU. `model` may be any model that `pipeshard.trace` accepts,
-    including a model on meta. `batch` must have the sizes of the training batches. As in the plugin, pass either
+    including a model on meta. `batch` must have the same sizes as the training batches. As in the plugin, pass either
     `num_microbatches` or `microbatch_size` to split the batch. Without a batch, the plan is for `num_microbatches`
-    microbatches of `microbatch_size` samples (by default 1) with `seq_len` tokens each (by default as many as the model
-    accepts, at most 2048).
+    microbatches of `microbatch_size` samples (1 by default) with `seq_len` tokens per sample. By default, `seq_len` is
+    the maximum length that the model accepts, but at most 2048.
 
     Args:
-        schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended schedule.
-            "auto" searches for a schedule within `device_memory` (by default, the most memory that a rank needs with
-            1F1B). A known schedule that is at least as fast is shown instead.
-        partition: same as in `PipelinePlugin`. If a rank would exceed `device_memory`, a rule such as "auto" is
-            replaced with a partition that fits, if one is found.
-        device_memory: one value for all ranks, such as "80GB" or a number of bytes, or one value per rank: "24GB,12GB".
+        schedule: the schedule whose stages are shown, with its `num_model_chunks`. The default is the recommended
+            schedule. "auto" searches for a schedule that fits in `device_memory` (by default, in the most memory that a
+            rank needs with 1F1B). If a known schedule is at least as fast as the schedule found, the known schedule is
+            shown instead.
+        partition: same as in `PipelinePlugin`. If a rank would exceed `device_memory` with the partition of a rule such
+            as "auto", `plan` replaces this partition with one that fits, if it finds one.
+        device_memory: the memory limit of the ranks: one value for all ranks, such as "80GB" or a number of bytes, or
+            one value per rank, such as "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (one state, with momentum) or "none". A state is as large
             as the parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit" are
             bitsandbytes optimizers. If a Trainer creates such an optimizer, pass "trainer_adamw_8bit" or
@@ -119,22 +121,22 @@ def plan(
         ep_size: same as in `PipelinePlugin`. The memory counts only one rank's share of the experts' parameters.
         ep_plan: same as in `PipelinePlugin`.
         offload: same as in `PipelinePlugin`. Copies to the host and back are assumed to take no time.
-        profile: measured times of units (a Profile or its file), instead of estimates. With `partition="profile"`,
-            `plan` measures the times. With "profile:PATH", `plan` reads the file or, if the file does not exist,
-            measures the times and writes the file.
+        profile: measured times of units, as a Profile or the path of its file. They replace the estimated times. With
+            `partition="profile"`, `plan` measures the times. With "profile:PATH", `plan` reads the file or, if the file
+            does not exist, measures the times and writes the file.
         policy: same as in `PipelinePlugin`.
         criterion: same as in `PipelinePlugin`.
-        tflops: the sustained speed of a device on this model, in 10^12 operations per second (not the data sheet's
-            value). Times are then in seconds.
-        link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s", or a list of links, one from
-            each rank to the next. `link` requires times in seconds. Without `link`, messages take no time.
+        tflops: the sustained speed of a device on this model, in 10^12 operations per second (not the peak in the data
+            sheet). With `tflops`, times are in seconds.
+        link: the bandwidth and latency between any two ranks, such as "50GB/s,10us" or "10Gbit/s", or a list with one
+            link from each rank to the next. `link` requires times in seconds. Without `link`, messages take no time.
         device_speed: the relative speed of each rank, such as "1.0,0.6". Measured and estimated times refer to speed 1.
-            With `partition="auto"` or "profile", stages are balanced by the speeds. The default is the speeds in
-            `partition="speed:1.0,0.6"`, or 1 for any other partition.
+            With `partition="auto"` or "profile", stages are balanced by the speeds. By default, the speeds are taken
+            from `partition` if it lists speeds ("speed:1.0,0.6"), and otherwise all speeds are 1.
 
     Raises PartitionError if the requested schedule (by default, every schedule) is impossible or needs more than
-    `device_memory`, ConfigurationError for invalid arguments, BatchError for an invalid batch or if no batch can be
-    generated, UsageError if the model returns no loss, and TraceError if the model cannot be traced.
+    `device_memory`. Raises ConfigurationError for invalid arguments, BatchError for an invalid batch or if no batch can
+    be generated, UsageError if the model returns no loss, and TraceError if the model cannot be traced.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(
@@ -198,8 +200,8 @@ def plan(
 
 
 def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
-    """The number of parameters of each module whose parameters the trace does not use. Modules inside such a module are
-    omitted."""
+    """For each module whose parameters the trace does not use, the number of its parameters. Modules inside such a
+    module are omitted."""
     used = used_parameters(model, flow)
     found = dict[str, int]()
     for path, module in model.named_modules():
@@ -210,8 +212,8 @@ def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
 
 
 class Automatic(NamedTuple):
-    """The fastest candidate (with a searched or a known schedule), the schedule of this candidate, and the fastest
-    candidate with a known schedule (None if none fits)."""
+    """The fastest candidate, whether its schedule was searched or is known; the schedule of this candidate; and the
+    fastest candidate with a known schedule (None if no known schedule fits)."""
 
     candidate: Candidate
     schedule: Schedule
@@ -221,8 +223,8 @@ class Automatic(NamedTuple):
 def automatic(subject: Subject, p: int, m: int) -> Automatic:
     """Find the fastest program of m microbatches, searched or known, and cut the model for it.
 
-    The memory limits are taken from the subject's devices. Without limits, each rank may use the most memory that a
-    rank needs with 1F1B. Raises PartitionError if no program fits.
+    The subject's devices define the memory limits. Without limits, each rank may use the most memory that a rank needs
+    with 1F1B. Raises PartitionError if no program fits.
     """
     if not subject.devices.memory:
         one = attempt(subject, "1f1b", p, m, 1)
@@ -261,7 +263,8 @@ def study(
     tp_plan: Mapping[str, str] | None = None,
     ep_plan: Mapping[str, str] | None = None,
 ) -> Subject:
-    """Trace the model, and determine the cost and memory of its unit calls. Arguments and errors are as in `plan`."""
+    """Trace the model, and determine the cost and memory of its unit calls. The arguments and the errors are the same
+    as in `plan`."""
     tie_on_meta(model)
     refuse_sharded_packing(model, training.fsdp, training.slices)
     cuts = named_modules_of(partition)
@@ -306,8 +309,8 @@ def study(
 
 
 def own_costs(model: nn.Module, flow: Dataflow, policy: type[Policy], costs: Sequence[Cost]) -> list[Cost]:
-    """Scale these costs so that the calls have the proportions of the policy's own `costs`. The sum of all costs, and
-    the proportions of F, B and W within a call, do not change."""
+    """Scale these costs so that the costs of the calls are proportional to the policy's own `costs`. The sum of all
+    costs does not change, nor do the proportions of F, B and W within a call."""
     whole = type(policy.__name__, (policy,), {"distribute_layers": Policy.distribute_layers})
     own = whole(model, flow, 0, 1, costs=[sum(cost) for cost in costs]).costs()
     total = sum(map(sum, costs)) / (sum(own) or 1.0)
@@ -317,7 +320,7 @@ def own_costs(model: nn.Module, flow: Dataflow, policy: type[Policy], costs: Seq
 
 def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
     """Convert the subject's costs to seconds if `tflops` is given. Raises ConfigurationError for an invalid `tflops`,
-    for `tflops` in addition to a profile, and for a `link` without times in seconds."""
+    for `tflops` in addition to a profile, and for a `link` if times are not in seconds."""
     if tflops is not None:
         if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
             raise ConfigurationError(f"tflops must be a positive number, got {tflops!r}")
@@ -341,8 +344,8 @@ def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | 
 
 
 def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) -> list[tuple[str, int]]:
-    """Every known schedule with its number of chunks per rank. "interleaved" is listed with two chunks, and with the
-    requested number of chunks."""
+    """Every known schedule with its number of chunks per rank. "interleaved" is listed with two chunks and, if another
+    number of chunks was requested, also with this number."""
     wanted = {2, num_model_chunks} - {1} | ({chosen[1]} if chosen and chosen[0] == "interleaved" else set())
     names = [(name, v) for name in SCHEDULES for v in (sorted(wanted) if name == "interleaved" else [1])]
     return [(name, num_chunks(name, v)) for name, v in names]
@@ -351,7 +354,7 @@ def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) 
 def first_microbatch(
     model: nn.Module, batch: Any, num_microbatches: int | None, microbatch_size: int | None, seq_len: int | None
 ) -> tuple[Batch, int]:
-    """The first microbatch of `batch` (or of a generated batch), and the number of microbatches."""
+    """The first microbatch of `batch`, and the number of microbatches. Without a batch, the microbatch is generated."""
     sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size, "seq_len": seq_len}
     check_positive(**{name: size for name, size in sizes.items() if size is not None})
     if batch is None:
@@ -381,7 +384,7 @@ def _profile(
     microbatch: Batch,
     criterion: Criterion | None,
 ) -> Profile | None:
-    """Load or measure the times of units. Returns None if no measured times are requested."""
+    """Load or measure the times of units. Returns None if neither `profile` nor `partition` requests measured times."""
     if profile is None and is_profile(partition):
         path = partition.partition(":")[2]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
