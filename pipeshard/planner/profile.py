@@ -46,8 +46,8 @@ class Stopwatch:
         self.unit, self.capture, self.device = unit, capture, device
 
     def median(self, repeats: int) -> Cost:
-        """The median times of `repeats` runs, in seconds: of the forward, of the backward without the weight gradients
-        that can be deferred, and of these weight gradients."""
+        """The median times, in seconds, of `repeats` runs. There are three times: of the forward, of the backward
+        without the weight gradients that can be deferred, and of the deferred weight gradients."""
         state = blank_state(self.unit, self.device)
         own = (*self.unit.named_parameters(remove_duplicate=False), *self.unit.named_buffers(remove_duplicate=False))
         for name, tensor in own:
@@ -81,8 +81,8 @@ class Stopwatch:
         return Cost(forward, middle - start, _now(self.device) - middle)
 
     def _placed(self, leaf: Any, made_up: bool) -> Any:
-        """Copy an argument to the device, with random values if it is a floating-point tensor that
-        depends on results of other units."""
+        """Copy an argument to the device. A floating-point tensor that depends on results of other units gets random
+        values."""
         if isinstance(leaf, MutableMapping):
             placed = copy.copy(leaf)
             placed.update(tree_map_only(Tensor, lambda t: self._placed(t, True), dict(leaf)))
@@ -99,9 +99,9 @@ class Stopwatch:
 def _tail_time(
     model: nn.Module, flow: Dataflow, microbatch: Batch, criterion: Criterion | None, device: torch.device, repeats: int
 ) -> Cost:
-    """The median times, in seconds, of the forward and backward after the last unit call, where the model's own code or
-    the criterion computes the loss. `flow` must be traced for this microbatch. Units return random values. If the model
-    fails on these values, the times are 0."""
+    """The median times, in seconds, of the part of the forward and backward after the last unit call, in which the
+    model's own code or the criterion computes the loss. `flow` must be the trace of this microbatch. Units return
+    random values. If the model fails on these values, the times are 0."""
     runs: list[Cost] = []
     with contextlib.suppress(Exception):  # a model may raise any error on random values
         for _ in range(1 + repeats):
@@ -154,10 +154,11 @@ def _median(runs: Sequence[Cost]) -> Cost:
 
 @dataclass(frozen=True)
 class Profile:
-    """The times, in seconds, of F, B and W of each unit call of one microbatch, with the measured model and device.
+    """The times, in seconds, of F, B and W of each unit call of one microbatch. Also contains the model and the device
+    on which the times were measured.
 
-    `estimated` contains the units that could not be timed. The times of these units are estimates, scaled to the
-    measured times.
+    `estimated` contains the units that could not be timed. Their times are estimates, scaled to match the measured
+    times.
     """
 
     model: str
@@ -170,13 +171,13 @@ class Profile:
 
     def costs(self, flow: Dataflow) -> list[float]:
         """The time of each unit call of `flow` in seconds (F, B and W together). Raises ConfigurationError if the
-        profile has different unit calls."""
+        profile has other unit calls than `flow`."""
         self._refuse("unit calls", self.units, tuple(call.unit for call in flow.calls))
         return [sum(cost) for cost in self.times]
 
     def check(self, model: nn.Module, flow: Dataflow, microbatch: Batch) -> None:
-        """Raise ConfigurationError if the profile was measured for a different model class, different unit calls, or
-        microbatches of different sizes."""
+        """Raise ConfigurationError if the profile was measured for another model class, for other unit calls than in
+        `flow`, or for microbatches of other sizes."""
         self._refuse("model classes", (self.model,), (type(model).__name__,))
         self.costs(flow)
         self._refuse("microbatches", self.microbatch, shapes_of(microbatch))
@@ -224,15 +225,15 @@ def profile_units(
 ) -> Profile:
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
-    Each kind of unit runs alone in training mode, forward and backward, three times to warm up and `repeats` times for
-    the median. Floating-point inputs that depend on results of other units are random values of the same shapes.
-    Masks and positions have the values that the model computes. Parameters that are not on `device` are also random. If
-    a unit fails on these values, `profile_units` warns, and estimates the unit's time from the times of the other
-    units. Only one unit is on the device at a time. The time of the last call includes the loss, which the model or
-    `criterion` computes.
+    For each kind of unit, the forward and backward run alone in training mode: three times to warm up, and `repeats`
+    times for the median. Floating-point inputs that depend on results of other units are replaced with random values of
+    the same shapes. Masks and positions have the values that the model computes. Parameters that are not on `device`
+    also have random values. If a unit fails on these values, `profile_units` warns, and estimates the unit's time from
+    the times of the other units. Only one unit is on the device at a time. The time of the last call includes the loss,
+    which the model or `criterion` computes.
 
-    Raises ConfigurationError if the unit calls for the batch differ from the calls in `flow`, and UsageError if no unit
-    could be timed.
+    Raises ConfigurationError if the model makes other unit calls for this batch than in `flow`, and UsageError if no
+    unit can be timed.
     """
     microbatch = batch if isinstance(batch, Batch) else read_batch(model, batch)
     device = torch.device(device)
@@ -291,7 +292,7 @@ def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
 
 
 def _completed(measured: Sequence[Cost | None], estimates: Sequence[Cost]) -> list[Cost]:
-    """The measured times and, for units without a measurement, estimates scaled to seconds."""
+    """The measured times. For units without a measurement, the estimates, scaled to seconds."""
     known = [(cost, estimate) for cost, estimate in zip(measured, estimates, strict=True) if cost is not None]
     total = sum(sum(estimate) for _, estimate in known)
     if not total:
@@ -309,7 +310,7 @@ def shapes_of(microbatch: Batch) -> dict[str, tuple[int, ...]]:
 
 
 def _first_difference(measured: Any, now: Any) -> str:
-    """The first difference between this run and the profile, as text."""
+    """Describe the first difference between this run and the profile."""
     if isinstance(now, dict):
         name = next(name for name in [*measured, *now] if measured.get(name) != now.get(name))
         return f"{name} is {now.get(name)} in this run, {measured.get(name)} in the profile"
@@ -333,8 +334,9 @@ def measured_costs(
     on all ranks of `group`.
 
     `partition` is "profile" or "profile:PATH". If PATH exists, all ranks read this file. Otherwise, all ranks measure
-    the times, and the first rank writes its own times to PATH, if PATH is given. `cut` is the number of microbatches in
-    `batch` and the number of samples in each microbatch. One of the two is None. Raises the errors of `find_profile`.
+    the times, and the first rank writes its own times to PATH (if PATH is given). `cut` is a pair: the number of
+    microbatches in `batch`, and the number of samples in each microbatch. One of the two is None. Raises the errors of
+    `find_profile`.
     """
     file = partition.partition(":")[2]
     profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)
