@@ -63,27 +63,27 @@ ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp
 
 
 class PipelinePlugin:
-    """Trains a model across `pp_size` processes, each of which holds one stage, or several chunks of the model.
+    """Trains a model across `pp_size` processes. Each process holds one stage, or several chunks of the model.
 
-    The world may have more ranks: `dp_size` replicas of the pipeline, which read different batches, and `tp_size` (or
-    `ep_size`) slices of every stage. Ranks are numbered first along the slices of a stage, then along the stages of a
-    replica, then along the replicas (`order="tp-pp-dp"` in Megatron).
+    The world may have more than `pp_size` ranks: there may be `dp_size` replicas of the pipeline, each of which reads
+    its own batches, and `tp_size` (or `ep_size`) slices of every stage. Ranks are numbered first along the slices of a
+    stage, then along the stages of a replica, and then along the replicas (`order="tp-pp-dp"` in Megatron).
 
     Args:
         pp_size: the number of ranks in a pipeline. `pipeshard.config.PipelineConfig` documents all named arguments.
         foreign: additional arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule. Options that
             only affect speed are ignored with a warning. Any other argument must be None or ColossalAI's default.
-            Otherwise, the error names the replacement.
+            Otherwise, the plugin raises an error that names the replacement.
 
     Every boosted model has its own pipeline, its own random numbers and, with "fp16", its own loss scale. If you boost
     several models with one plugin, pass the model to the plugin's methods.
 
     Attributes:
         config: the arguments as a PipelineConfig. Each of its fields is also a read-only attribute of the plugin.
-        grid: this process's position and the process groups. The first use of `grid` is a collective: before
-            `booster.boost`, use it on all ranks or on none.
+        grid: this process's position and the process groups. The first use of `grid` is a collective. Before
+            `booster.boost`, therefore use `grid` on all ranks or on none.
 
-    Raises ConfigurationError for invalid arguments. If arguments differ between ranks, `booster.boost` raises
+    Raises ConfigurationError for invalid arguments. If an argument differs between ranks, `booster.boost` raises
     ConfigurationError.
     """
 
@@ -174,7 +174,8 @@ class PipelinePlugin:
 
     @property
     def grid(self) -> Grid:
-        """This process's Grid. The first use in a world is a collective that compares the arguments of all ranks."""
+        """This process's Grid. The first use of this property in a world is a collective, which compares the plugin's
+        arguments across all ranks."""
         world = dist.group.WORLD
         if self._grid is None or (world is not None and self._grid[0] is not world):
             assert world is not None
@@ -228,10 +229,11 @@ class PipelinePlugin:
         of each stage.
 
         `auto_class` is an AutoModelFor... class or a model class. `path` is a folder, or the ID of a Hub model in the
-        local cache. `options` are fields of the model's config, `dtype`, `quantization_config`, `revision`,
-        `subfolder`, `cache_dir` and `trust_remote_code`, as in `auto_class.from_pretrained`. Weights that are missing
-        in the folder are initialized. `gguf_file` names a GGUF file in the folder. The model is in evaluation mode.
-        Raises CheckpointError for a folder without a config, and ConfigurationError for an unknown option.
+        local cache. `options` may contain fields of the model's config, and the following options of
+        `auto_class.from_pretrained`: `dtype`, `quantization_config`, `revision`, `subfolder`, `cache_dir` and
+        `trust_remote_code`. Weights that are missing from the folder are initialized. `gguf_file` names a GGUF file in
+        the folder. The model is in evaluation mode. Raises CheckpointError for a folder without a config, and
+        ConfigurationError for an unknown option.
         """
         return blank_model(auto_class, model_folder(Path(path), gguf_file, options), gguf_file, options)
 
@@ -289,11 +291,11 @@ class PipelinePlugin:
         """Run one batch of `data_iter` through the pipeline. Call it on every rank. Ranks of a replica must pass the
         same batch.
 
-        Runs forward and backward if gradients are enabled and an optimizer is passed. Afterwards, except under
-        `no_sync`, each gradient is summed over all ranks that hold its parameter. Under `torch.no_grad()`, or without
-        an optimizer, runs only the forward. Returns a dict with "loss", a tensor with the same value on every rank
-        (None with return_loss=False), and "outputs", which is None except on the last stage. `return_outputs` selects
-        the outputs, and all other outputs are discarded:
+        If gradients are enabled and an optimizer is passed, runs the forward and the backward. After the backward, each
+        gradient is summed over all ranks that hold its parameter (except under `no_sync`). Under `torch.no_grad()`, or
+        without an optimizer, runs only the forward. Returns a dict. Its entry "loss" is a tensor with the same value on
+        every rank (None with return_loss=False). Its entry "outputs" is None on all stages except the last.
+        `return_outputs` selects the outputs, and the pipeline discards all other outputs:
 
         - True: the model's output for the whole batch.
         - The name of a field, or a list of names: an output with only these fields.
@@ -303,7 +305,7 @@ class PipelinePlugin:
 
         With `num_batches` k, the next k batches run as one step, so the pipeline fills only once. The loss of each
         batch is computed separately, and the batches may have different shapes. The loss and the gradients are summed
-        over the k batches, and multiplied by `weight` (also if k is 1).
+        over the k batches. The sums are multiplied by `weight`, even if k is 1.
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
         if not isinstance(num_batches, Integral) or num_batches < 1:
@@ -328,7 +330,8 @@ class PipelinePlugin:
             yield
 
     def sync_grads(self, model: nn.Module | None = None) -> None:
-        """Reduce the gradients that this model accumulated under `no_sync`, without a step. Call it on every rank."""
+        """Without running a step, reduce the gradients that this model accumulated under `no_sync`. Call it on every
+        rank."""
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
@@ -357,11 +360,12 @@ class PipelinePlugin:
         """Create a DataLoader that gives every stage the same batches, in an order that depends only on `seed` and the
         epoch.
 
-        The DataLoader tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves
-        this position. `options` are DataLoader's own arguments (drop_last, num_workers, collate_fn, batch_sampler,
-        ...), and may be combined as in DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1, and
-        pipeshard divides the sampler's order among the replicas. As in ColossalAI, torch's DistributedSampler shuffles
-        with its own default seed instead of `seed`: to set its seed, pass a functools.partial of the class.
+        The DataLoader tracks its position, including the position within an epoch, and
+        `save_training_state(..., dataloader=...)` saves this position. `options` are DataLoader's own arguments
+        (drop_last, num_workers, collate_fn, batch_sampler, ...), and may be combined as in DataLoader. If
+        `distributed_sampler_cls` is given, the plugin constructs it with num_replicas=1, and divides the sampler's
+        order among the replicas. As in ColossalAI, torch's DistributedSampler shuffles with its own default seed
+        instead of `seed`: to set its seed, pass a functools.partial of the class.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
@@ -372,7 +376,8 @@ class PipelinePlugin:
         )
 
     def recording(self, model: nn.Module | None = None) -> Recording:
-        """The times of each rank's actions and waits for other ranks, in this model's last step. Call it on every rank.
+        """For this model's last step, the times of each rank's actions, and of its waits for other ranks. Call it on
+        every rank.
 
         `plugin.recording().summary()` describes the step in one line. `plugin.recording().draw(path)` plots the
         measured step above the simulated step. On a GPU, the times are measured with GPU events.

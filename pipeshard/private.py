@@ -1,8 +1,8 @@
 """Private: private names of torch, `datasets` and ColossalAI that pipeshard needs.
 
 A torch release may change such a name without notice. Private functions and classes are therefore imported only here,
-under public names. `tests/test_private.py` lists the private attributes that the package uses, by class. The file also
-tests the behavior that pipeshard relies on, and rejects any other private name in the package.
+under public names. `tests/test_private.py` lists the private attributes that the package uses, by class. This test file
+also tests the behavior that pipeshard relies on, and fails if the package uses any other private name.
 """
 
 import sys
@@ -77,14 +77,14 @@ class DispatchMode(TorchDispatchMode):
 
 
 def enter_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
-    """Enter modes below the active modes. The modes that were already active may then be exited before or after the new
-    modes. The new modes do not affect code that is compiled while they are active."""
+    """Enter modes below the active modes. The modes that are already active may be exited before the new modes, or
+    after them. The new modes do not affect code that is compiled while they are active."""
     for mode in modes:
         _rearrange(mode, is_entered=True)
 
 
 def leave_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
-    """Exit modes that `enter_below` has entered, if they are active in this thread."""
+    """Exit modes that `enter_below` entered. Ignores modes that are not active in this thread."""
     for mode in modes:
         _rearrange(mode, is_entered=False)
 
@@ -100,7 +100,7 @@ def in_dual_level() -> bool:
 
 
 def _rearrange(mode: TorchDispatchMode | TorchFunctionMode, is_entered: bool) -> None:
-    """Put a mode at the bottom of its stack, or remove it from the stack."""
+    """If `is_entered`, put a mode at the bottom of its stack. Otherwise, remove the mode from the stack."""
     stack = _stack(mode)
     entered = [stack.pop() for _ in range(stack.size())][::-1]
     others = [each for each in entered if each is not mode]
@@ -122,8 +122,8 @@ def _stack(mode: TorchDispatchMode | TorchFunctionMode) -> _Stack:
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Like `torch.compile(function, **options)`, but with guards on hooks, which torch omits by default. With these
-    guards, modules with hooks do not run the code of modules without hooks, and a module is compiled again if its hooks
-    change."""
+    guards, modules with hooks do not run code that was compiled for modules without hooks, and a module is compiled
+    again if its hooks change."""
     code = torch.compile(function, **options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -140,14 +140,14 @@ def has_global_backward_hooks() -> bool:
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Options of an NCCL process group with this timeout and high-priority streams."""
+    """Options for an NCCL process group with high-priority streams and this timeout."""
     options = getattr(dist, "ProcessGroupNCCL").Options(is_high_priority_stream=True)  # noqa: B009
     options._timeout = timeout
     return options
 
 
 def extend_timeout(backend: Any, default: timedelta, timeout: timedelta) -> None:
-    """Set the timeout of the collectives of a process group's backend, if it is still `default`."""
+    """Set the timeout of collectives in a process group's backend, if the timeout is still `default`."""
     if backend.options._timeout == default:
         backend._set_default_timeout(timeout)
 
@@ -181,8 +181,8 @@ def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
 
 
 def nodes_of(stream: Any) -> int:
-    """The number of nodes among which `split_dataset_by_node` of Hugging Face's `datasets` has divided a stream. 1 for
-    any other stream."""
+    """The number of nodes among which Hugging Face's `datasets.distributed.split_dataset_by_node` divided a stream. 1
+    for a stream that it did not divide."""
     nodes: int = getattr(getattr(stream, "_distributed", None), "world_size", 1)
     return nodes
 
@@ -192,8 +192,8 @@ _PATCH = "colossalai._analyzer._subclasses._meta_registration"
 
 def restore_meta_kernels() -> None:
     """Remove the meta kernels that ColossalAI registers when it is imported. These kernels were written for torch 1.12.
-    They make `.item()` on meta return 0 instead of raising an error, and give the results of convolutions and norms
-    outdated shapes."""
+    They make `.item()` on meta return 0 instead of raising an error, and compute the shapes of the results of
+    convolutions and norms by outdated rules."""
     library = getattr(sys.modules.get(_PATCH), "meta_lib", None)
     if library is not None and library._op_impls:
         library._destroy()
