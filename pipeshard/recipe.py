@@ -1,4 +1,4 @@
-"""Recipe: the settings from a config file and from options, and the model that they name.
+"""Recipe: the settings from a config file and from command-line options, and the model that the settings name.
 
 The settings are TRL's settings for the model, the data and the Trainer, and the fields of PipelineArguments.
 """
@@ -103,7 +103,7 @@ ADVICE_AS_SETTINGS = {
 
 @collector_paused()
 def read(kind: str, arguments: Sequence[str]) -> Namespace:
-    """Read the settings from the --config file and from options. Options override the file.
+    """Read the settings from the --config file and from command-line options. Options override the file.
 
     Raises ConfigurationError for an unknown setting, an invalid value, or a missing file or package.
     """
@@ -147,7 +147,7 @@ def groups_of(kind: str) -> list[type]:
 
 
 def trl() -> Any:
-    """The trl module, imported on first use since the import takes seconds."""
+    """The trl module. It is imported on first use, since the import takes seconds."""
     return import_module("trl")
 
 
@@ -161,9 +161,9 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
         """TRL's parser. The settings remain a Namespace, since TrainingArguments would initialize a device."""
 
         def set_defaults_with_config(self, **config: Any) -> Any:
-            """Set the defaults from the file, and return unknown settings. argparse does not check defaults, so strings
-            and numbers are first parsed like options. Other values are parsed only for settings with choices and for
-            integers of PipelineArguments."""
+            """Set the defaults from the file, and return unknown settings. argparse does not check defaults, so this
+            method first parses strings and numbers like options. It parses values of other types only for settings with
+            choices and for integers in PipelineArguments."""
             closed = {action.dest: action.default for action in self._actions if action.choices and not action.nargs}
             numbers = {name for name, hint in get_type_hints(PipelineArguments).items() if hint is int}
             options = {
@@ -187,7 +187,7 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
 
 
 def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
-    """Parse settings that are given as JSON objects, as TrainingArguments does. Raises ConfigurationError for invalid
+    """Parse settings whose values are JSON objects, as TrainingArguments does. Raises ConfigurationError for invalid
     JSON."""
     # Read from the annotations, since HfArgumentParser overwrites the declared types in the fields.
     for name in [name for group in groups for name, hint in get_type_hints(group).items() if "dict" in str(hint)]:
@@ -199,8 +199,8 @@ def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
 
 
 def cuts_of(text: str) -> str | list[int] | list[str]:
-    """Parse a comma-separated list of numbers of unit calls, or of units to cut after (`model.layers.3`). Other values
-    are returned unchanged."""
+    """Parse a comma-separated list of numbers of unit calls, or of units to cut after (such as `model.layers.3`).
+    Return any other value unchanged."""
     entries = [entry.strip() for entry in text.split(",")]
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]
@@ -208,7 +208,8 @@ def cuts_of(text: str) -> str | list[int] | list[str]:
 
 
 def unknown_settings(kind: str, unknown: Sequence[str], known: Collection[str]) -> str:
-    """The error message for settings that the command does not have, each with the closest known names."""
+    """The error message for settings that the command does not have. The message suggests the closest known names for
+    each of them."""
     shown = []
     for name in unknown:
         plain = re.split("[= ]", name.lstrip("-"))[0].replace("-", "_")
@@ -241,7 +242,7 @@ def checked_config(settings: Namespace) -> None:
 
 
 def refuse_frozen_head(settings: Namespace) -> None:
-    """Raise ConfigurationError if a reward model with adapters would neither train nor save its new head."""
+    """Raise ConfigurationError if the new head of a reward model with adapters would be neither trained nor saved."""
     if settings.use_peft and settings.lora_task_type != "SEQ_CLS" and not settings.lora_modules_to_save:
         raise ConfigurationError(
             f"with lora_task_type={settings.lora_task_type}, the head of the reward model would keep its initial "
@@ -313,8 +314,9 @@ def not_at_hand(setting: str, name: str, error: Exception) -> ConfigurationError
 
 
 def config_source(settings: Namespace) -> list[str]:
-    """The folder of the model's config, as a list with one entry. If the config is not on this machine, the model type
-    and fields in `model_config` or, without `model_config`, the folder of the config downloaded from the Hub."""
+    """The folder of the model's config, as a list with one entry. If the config is not on this machine, returns the
+    model type and the fields in `model_config`. Without `model_config`, downloads the config from the Hub and returns
+    its folder."""
     from huggingface_hub import hf_hub_download
 
     name = required_name(settings, "model_name_or_path")
@@ -353,8 +355,8 @@ def model_options(kind: str, settings: Namespace) -> dict[str, Any]:
 
 def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:
     """The class of the model, as in TRL: a classifier for `reward`, and otherwise the class that the folder's config
-    names, which may be the class of a vision-language model. If that class cannot generate text, returns
-    AutoModelForCausalLM."""
+    names (which may be a vision-language model). If the named class cannot generate text, or if transformers does not
+    have it, returns AutoModelForCausalLM."""
     import transformers
 
     from pipeshard.checkpoint.untrusted import folder_config
@@ -368,9 +370,10 @@ def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:
 
 
 def reward_functions(settings: Namespace) -> list[Any]:
-    """The name of the reward model, if any, and the functions that `reward_funcs` lists by TRL name or import path.
+    """The name of the reward model (if one is set), followed by the functions that `reward_funcs` lists. A function is
+    listed by its name in TRL or by its import path.
 
-    The order is the same as in TRL's own script, since `reward_weights` contains the weights in this order.
+    The order is the same as in TRL's own script, since the weights in `reward_weights` have this order.
     """
     model = settings.reward_model_name_or_path
     return [*([model] if model else []), *map(imported, settings.reward_funcs or ())]
@@ -392,7 +395,7 @@ def refuse_no_rewards(settings: Namespace) -> None:
     not exist.
 
     The user's code is not imported before the ranks start, since it may load a model. Therefore, the check does not
-    search for modules inside packages: find_spec would import the package.
+    search for modules inside a package, since find_spec would import the package.
     """
     for path in settings.reward_funcs or ():
         module = path.rpartition(".")[0]

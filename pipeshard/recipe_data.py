@@ -27,7 +27,7 @@ DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv"
 
 
 def rows(settings: Namespace) -> tuple[Any, Any]:
-    """The training data, and the evaluation data or None."""
+    """The training data, and the evaluation data (None if evaluation is off)."""
     made = loaded(settings)
     splits = made if isinstance(made, Mapping) else {settings.dataset_train_split: made}
     train, test = split_of(splits, "dataset_train_split", settings), None
@@ -121,7 +121,8 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
 
 
 def suspects(data: Any, column: str) -> list[tuple[int, Any]]:
-    """The numbers and values of the rows to check: the first hundred rows, and the first row that is null or empty."""
+    """The numbers and the values in `column` of the rows to check: the first hundred rows, and the first row whose
+    value is null or empty."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -138,7 +139,7 @@ def is_chat(turns: Any) -> bool:
 
 
 def first_row(data: Any) -> dict[str, Any]:
-    """The first row without its empty lists, since TRL's functions expect that each list has an entry."""
+    """The first row, without its empty lists, since TRL's functions expect each list to have at least one entry."""
     return {name: value for name, value in next(iter(data), {}).items() if value != []}
 
 
