@@ -42,8 +42,8 @@ class StageModule(nn.Module):
 
     `received` are the tensors that the previous stage returned (none for stage 0). On every stage, `batch` is the full
     microbatch, as keyword arguments of the model. For batches that are tuples, `names` are these keywords (see
-    `as_keywords`). The call returns a tuple of tensors for the next stage, with their autograd graph. The last stage
-    returns the loss instead, or the model's output if there is no loss or if `whole` is set.
+    `as_keywords`). The call returns a tuple of tensors for the next stage. The tensors keep their autograd graph. The
+    last stage returns the loss instead, or the model's output if there is no loss or if `whole` is set.
 
     The module contains the units that the stage runs, under their names in the model, and the parameters that the
     stage's glue reads. Random numbers depend on torch's seed and on the number of forwards so far. The seed must be the
@@ -172,8 +172,8 @@ class StageModule(nn.Module):
 @contextmanager
 def changed_once(model: nn.Module, flow: Dataflow, calls: Collection[int]) -> Iterator[None]:
     """Context manager for the forward of a stage that is not the first stage in this process. `calls` are the unit
-    calls that the stage runs. On exit, restores state that only units of other stages change. Raises TraceError if glue
-    changes state for the next forward, since the first stage's glue has already changed this state."""
+    calls that the stage runs. On exit, restores the state that only units of other stages change. Raises TraceError if
+    glue changes state for the next forward, since the first stage's glue has already changed this state."""
     of_others = [place for place in flow.carried if place.writers.isdisjoint(calls)]
     carried = [place for place in of_others if place.kind not in ("parameter", "settled")]
     before = [(place, at := Place(model, place.path), at.take()) for place in carried]
@@ -224,7 +224,7 @@ class Split:
         model, sample, criterion: the arguments of `build`. `sample` is the argument `batch`, as a Batch.
         flow, policy: the Dataflow of the model, and the Policy of this process. `policy.ownership.shared()` lists the
             parameters that several processes hold: tied parameters, and parameters that glue reads.
-        live: the values that enter each stage.
+        live: for each stage, the values that enter it.
         stages: the StageModules of this process, by index; empty if the target splits the model itself.
         became: the replacement of each meta parameter that `build` replaced in order to tie it.
     """

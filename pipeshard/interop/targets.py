@@ -119,7 +119,8 @@ class Colossalai(Target):
         return BoostedModel(booster, model, optimizer)
 
     def _ranks(self, num_stages: int) -> int:
-        """The number of ranks of a pipeline with `num_stages` stages, from the schedule's number of chunks per rank."""
+        """The number of ranks in a pipeline with `num_stages` stages. The schedule determines the number of chunks per
+        rank."""
         schedule = self.plugin.get("schedule") or self.plugin.get("pp_style") or "1f1b"
         v = self.plugin.get("num_model_chunks", 1)
         if callable(schedule):
@@ -174,7 +175,7 @@ class TorchStages:
         return iter(dict.fromkeys(p for stage in self.stages for p in stage.submod.parameters()))
 
     def sync_gradients(self) -> None:
-        """Sum the gradients of tied weights. Call on all ranks, before optimizer.step. Another call before the next
+        """Sum the gradients of tied weights. Call on all ranks, before optimizer.step. A second call before the next
         step of the schedule has no effect."""
         if self.gradients.is_partial:
             self.gradients.finish(True)
@@ -266,7 +267,7 @@ class Torch(Target):
 
 
 def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, built: Mapping[int, Microbatch]) -> Any:
-    """torch's PipelineStage with four changes. The first step after `sync_gradients` sets the summed gradients aside,
+    """torch's PipelineStage with four changes. After `sync_gradients`, the next step sets the summed gradients aside,
     so that they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided
     by the number of microbatches only once, after the last of these stages. A microbatch raises BatchError if the
     shapes or dtypes of its messages differ from those of `built`, since torch allocates buffers for the messages of
@@ -443,7 +444,7 @@ class Deepspeed(Target):
 
 
 def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
-    """Raise BatchError or TraceError for values that DeepSpeed cannot send: DeepSpeed sends only tensors, and sends
+    """Raise BatchError or TraceError for values that DeepSpeed cannot send. DeepSpeed sends only tensors, and sends
     back a gradient for each floating-point tensor."""
     for name, value in batch.items():
         if not isinstance(value, Tensor) or (value.is_floating_point() and split.num_stages > 1):
