@@ -1,7 +1,7 @@
 """Launch: torchrun's elastic agent, with defaults for pipelines that continue when ranks are lost or join.
 
-Run `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...` once on each machine, or several times on
-one machine. The command takes torchrun's flags.
+Run `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...` once on each machine. Alternatively, run it
+several times on one machine. The command takes torchrun's flags.
 """
 
 import argparse
@@ -263,7 +263,7 @@ def _forward(number: signal.Signals) -> None:
 
 
 def _send(worker: psutil.Process, number: signal.Signals) -> bool:
-    """Send a signal to a worker. Returns False, without sending it, if the worker has not installed a handler yet."""
+    """Send a signal to a worker. If the worker has not installed a handler yet, sends nothing and returns False."""
     with contextlib.suppress(OSError, psutil.NoSuchProcess):  # a worker that has ended needs no signal
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{worker.pid}/status").read_text(), re.MULTILINE)
         if caught is None or not int(caught[1], 16) >> (number - 1) & 1:
@@ -276,9 +276,9 @@ def _watch_workers(folder: Path, endpoint: str, interval: float) -> list[str]:
     """Start a thread that terminates this agent if consecutive attempts end with the same error. Returns a list, to
     which the thread adds the class of the error before it terminates the agent.
 
-    The thread also ends this process if all workers have exited and the agent does not detect their exit for a while.
-    The agent polls its workers and the rendezvous store every `interval` seconds. If the network fails, the
-    agent waits for the store's response until the kernel closes the connection, after a quarter of an hour.
+    The thread also ends this process if all workers have exited, but the agent does not detect this for a while. The
+    agent polls its workers and the rendezvous store every `interval` seconds. If the network fails, the agent waits for
+    the store's response until the kernel closes the connection, which takes a quarter of an hour.
     """
     found: list[str] = []
 

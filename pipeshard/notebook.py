@@ -1,7 +1,7 @@
 """Notebook: runs a function of a notebook on ranks that a cell starts.
 
-The ranks are new processes, and the function is copied to each. Forks of the notebook's process could not train:
-autograd and CUDA do not work in a fork if the parent process has used them.
+The ranks are new processes, and each rank receives a copy of the function. Forks of the notebook's process could not
+train: autograd and CUDA do not work in a fork if the parent process has used them.
 """
 
 import io
@@ -27,8 +27,8 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
 
         losses = pipeshard.notebook_launch(train, 2)[0]
 
-    cloudpickle copies `fn` to each rank, including the notebook's functions, classes and values that `fn` uses. Create
-    engines inside `fn`. The output of all ranks appears in the cell. Interrupting the cell terminates the ranks.
+    cloudpickle copies `fn` to each rank, together with the notebook's functions, classes and values that `fn` uses.
+    Create engines inside `fn`. The output of all ranks appears in the cell. Interrupting the cell terminates the ranks.
 
     Args:
         fn: a function that a cell or a module defines.
