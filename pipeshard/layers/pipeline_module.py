@@ -1,4 +1,4 @@
-"""PipelineModule: a model that is a list of layers, each called with the output of the previous layer.
+"""PipelineModule: a model that is a list of layers. Each layer is called with the output of the previous layer.
 
 In DeepSpeed's `PipelineModule`, each rank builds its part of the list, and only DeepSpeed's engine can train the model.
 This class takes the same arguments, but is an ordinary module: one process can run all layers, and the plugin cuts the
@@ -33,7 +33,7 @@ class PipelineModule(nn.Module):
     Args:
         layers: an iterable (such as an nn.Sequential or nn.ModuleList) of modules, LayerSpecs, TiedLayerSpecs, and
             callables with one argument (functions, lambdas, partials, bound methods, ...).
-        num_stages: the number of stages (ranks x chunks) that a pipeline must have; None allows any number.
+        num_stages: the number of stages (ranks x chunks) that a pipeline must have. None allows any number.
         topology: must be None; the plugin assigns the ranks.
         activation_checkpoint_func: must be None; pipeshard recomputes layers itself.
         loss_fn: a function `loss_fn(output, labels)` that returns a scalar. `boost` uses it as the criterion if no
@@ -47,8 +47,8 @@ class PipelineModule(nn.Module):
             again.
         dynamic_shape: ignored, since every batch may have a different shape.
 
-    Raises ConfigurationError for an entry that is not a layer, a constructor that does not run on meta, parameters that
-    cannot be tied, or any other invalid argument.
+    Raises ConfigurationError if an entry is not a layer, if a constructor does not run on meta, if parameters cannot be
+    tied, or if any other argument is invalid.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class PipelineModule(nn.Module):
         return inputs
 
     def build(self) -> Self:
-        """Build every layer that is not built yet, and return the module itself.
+        """Build all layers that have not been built yet, and return the module itself.
 
-        Raises UsageError for a stage of a pipeline, and ConfigurationError for a layer that differs from its meta
-        version.
+        Raises UsageError if this module is a stage of a pipeline, and ConfigurationError if a built layer differs from
+        its meta version.
         """
         if self._is_cut:
             raise UsageError(

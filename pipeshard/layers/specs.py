@@ -1,4 +1,4 @@
-"""Specs: layers that are built later, from a class and its arguments, and layers that call a function."""
+"""Specs: layers that are built later (from a class and its arguments), and layers that call a function."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,10 +99,10 @@ def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
 class Function(nn.Module):
     """A layer that calls `fn(x)` or, with a module, `fn(module, x)`.
 
-    Modules to which `fn` refers (a bound method's instance, arguments of a partial) are registered, so that their
-    parameters are found. `owner`, the model that contains the layer, is not registered, even if the layer is a method
-    of the model. Raises ConfigurationError for modules and parameters in closures or defaults, and for parameters
-    outside modules, since none of these can be registered.
+    The layer registers the modules to which `fn` refers (a bound method's instance, arguments of a partial), so that
+    their parameters are found. `owner`, the model that contains the layer, is not registered, even if the layer is a
+    method of the model. Raises ConfigurationError for modules and parameters in closures or defaults, and for
+    parameters outside modules, since none of these can be registered.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Function(nn.Module):
 
     @property
     def pipeshard_type(self) -> str:
-        """The name of the function (or of a callable object's class) or, with a module, the name of the module's
+        """The name of the module's class. Without a module, the name of the function, or of the callable object's
         class."""
         return _function_name(self.fn) if self.module is None else type(self.module).__name__
 
