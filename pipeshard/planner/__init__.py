@@ -1,8 +1,8 @@
 """Planner: estimates of a pipeline's memory and time, without running it.
 
-`plan` traces a model (also on meta) at the sizes of a microbatch, cuts the model for each schedule, simulates the
-schedules, and recommends a schedule. If the estimates are not accurate enough, `profile_units` measures the times of
-the units.
+`plan` traces a model, which may be on meta, with the sizes of a microbatch. It cuts the model for each schedule,
+simulates the schedules, and recommends one. If the estimates are not accurate enough, `profile_units` measures the
+times of the units.
 """
 
 from pipeshard.planner.plan import Plan

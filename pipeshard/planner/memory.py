@@ -1,4 +1,4 @@
-"""Memory: the memory that consecutive unit calls take on a device at each moment of a rank's program."""
+"""Memory: the memory that consecutive unit calls take on a device, at each moment of a rank's program."""
 
 import bisect
 import copy
@@ -99,7 +99,7 @@ class Memory:
 
     @property
     def always(self) -> int:
-        """The memory after gradients exist, without activations and temporary memory."""
+        """The memory once gradients exist, without activations and temporary memory."""
         return self.parameters + self.gradients + self.values + self.optimizer
 
     @property
@@ -128,7 +128,7 @@ class Forms:
     embeddings: Container[Tensor] = ()
 
     def count(self, parameters: Iterable[nn.Parameter]) -> int:
-        """The number of elements of these parameters, counted unquantized and unsharded."""
+        """The number of elements in these parameters before quantization and sharding."""
         return sum(math.prod(self.packed[p].whole_shape) if p in self.packed else p.numel() for p in parameters)
 
 
@@ -143,8 +143,8 @@ class Training:
     are fp32. `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards the
     states and the master weights (with "fp32", the parameters instead of master weights). Within a step, a rank also
     holds the unsharded parameters and gradients. Parameters in a tensor-parallel plan are sharded across `tp_size`
-    ranks, and parameters of experts across `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the
-    activations of at most two microbatches on its device. With "optimizer" or "both", the states, the fp32 master
+    ranks, and parameters of experts across `ep_size` ranks. If `offload` is "activations" or "both", a rank keeps the
+    activations of at most two microbatches on its device. If it is "optimizer" or "both", the states, the fp32 master
     weights, and copies of the gradients are on the host.
 
     Raises ConfigurationError for an unknown optimizer, and for any argument that the plugin would refuse.
@@ -236,7 +236,7 @@ class Training:
         return self.dp_size if self.fsdp or self.zero_stage else 1
 
     def takes(self, parameters: Collection[nn.Parameter], forms: Forms) -> Memory:
-        """The memory of these parameters, with their gradients, states and master weights."""
+        """The memory that these parameters take, including their gradients, states and master weights."""
         sizes = gradients = states = values = host = 0
         for parameter in parameters:
             is_low, count = parameter in forms.lowered, forms.sliced.get(parameter, parameter.numel())

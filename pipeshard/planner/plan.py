@@ -43,15 +43,15 @@ def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The plan of one stage. If ranks have several chunks, each chunk is a stage.
+    """The plan of one stage. If a rank has several chunks, each chunk is a stage.
 
-    `units` abbreviates the names of the stage's `calls` unit calls. `parameters` is the number of elements of the
-    stage's parameters. `forward`, `backward` and `weight` are the times of F, B and W of one microbatch. In a schedule
-    without W, a B takes `backward` + `weight`. `memory` is the stage's part of its rank's peak memory. At this peak,
-    `alive` microbatches keep `kept` bytes each. A parameter that an earlier stage of the rank also holds counts only in
-    the earlier stage. `enters` are the values that the stage receives from the previous stage, in a message of
-    `received` bytes. The stage sends back `returned` bytes of gradients. `received` and `returned` are 0 if the
-    previous stage is on the same rank.
+    `calls` is the number of the stage's unit calls, and `units` abbreviates their names. `parameters` is the number of
+    elements of the stage's parameters. `forward`, `backward` and `weight` are the times of F, B and W of one
+    microbatch. In a schedule without W, a B takes `backward` + `weight`. `memory` is the stage's part of its rank's
+    peak memory. At this peak, `alive` microbatches keep `kept` bytes each. A parameter that an earlier stage of the
+    rank also holds counts only in the earlier stage. `enters` are the values that the stage receives from the previous
+    stage, in a message of `received` bytes. The stage sends back `returned` bytes of gradients. `received` and
+    `returned` are 0 if the previous stage is on the same rank.
     """
 
     stage: int
@@ -83,7 +83,8 @@ UNUSABLE = "cannot be cut this way"  # shown for an estimate with a problem
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of one schedule: the time of a step, the idle share of all ranks' time, and the memory of each rank.
+    """The estimate for one schedule: the time of a step, the idle share of all ranks' time, and the memory of each
+    rank.
 
     `counts` is the number of unit calls of each stage. `fits` is whether every rank stays within its memory limit, or
     None without limits. `moved` is whether `counts` replaces a requested partition that does not fit. If the model
