@@ -1,4 +1,4 @@
-"""AutoConfig: stages, replicas, microbatches and schedule for the available ranks, chosen by simulation."""
+"""AutoConfig: chooses stages, replicas, microbatches and a schedule for the available ranks, by simulation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,8 +76,8 @@ class ToldLayout(Layout):
 def layouts(
     ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None, tp_size: int = 1
 ) -> list[Layout]:
-    """All legal layouts of `ranks` ranks with at most `pp_size` stages of `tp_size` ranks each, in decreasing order of
-    the number of stages.
+    """All legal layouts of `ranks` ranks with at most `pp_size` stages of `tp_size` ranks each. Layouts with more
+    stages come first.
 
     Raises ConfigurationError for invalid sizes, or if no layout is legal.
     """
@@ -183,8 +183,9 @@ class AutoConfig(Layout):
         the unsplit model are therefore the fastest.
 
         Args:
-            microbatch_size: the number of samples in a microbatch. To compare sizes, call `choose` once per size, and
-                compare `time`. Only measured times (`partition="profile"`) show the benefit of larger microbatches.
+            microbatch_size: the number of samples in a microbatch. To compare several sizes, call `choose` once per
+                size, and compare the results' `time`. Only measured times (`partition="profile"`) show the benefit of
+                larger microbatches.
             schedules: the schedules to choose from.
             pp_size: the maximum number of stages. The default is `ranks / tp_size`.
             device_memory: one value for all ranks, or one value per rank, as for `device_speed`. A stage is assumed to

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks, with its `bandwidth` in bytes per second in each direction, and the `latency` of
-    a message in seconds."""
+    """A connection between two ranks. `bandwidth` is in bytes per second in each direction. `latency` is the latency of
+    a message, in seconds."""
 
     bandwidth: float
     latency: float = 0.0

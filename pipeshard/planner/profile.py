@@ -330,8 +330,8 @@ def measured_costs(
     group: dist.ProcessGroup,
     criterion: Criterion | None = None,
 ) -> list[float]:
-    """The time of each unit call in seconds: the median of the measurements of all ranks of `group`. Call this function
-    on all ranks of `group`.
+    """The time of each unit call in seconds: the median of the measurements of all ranks of `group`. Call it on all
+    ranks of `group`.
 
     `partition` is "profile" or "profile:PATH". If PATH exists, all ranks read this file. Otherwise, all ranks measure
     the times, and the first rank writes its own times to PATH (if PATH is given). `cut` is a pair: the number of
