@@ -1,4 +1,4 @@
-"""Recipe: the settings from a config file and from command-line options, and the model that the settings name.
+"""Recipe: the settings from a config file and from options, and the model that they name.
 
 The settings are TRL's settings for the model, the data and the Trainer, and the fields of PipelineArguments.
 """

@@ -43,7 +43,7 @@ class StageModule(nn.Module):
     `received` are the tensors that the previous stage returned (none for stage 0). On every stage, `batch` is the full
     microbatch, as keyword arguments of the model. For batches that are tuples, `names` are these keywords (see
     `as_keywords`). The call returns a tuple of tensors for the next stage. The tensors keep their autograd graph. The
-    last stage returns the loss instead, or the model's output if there is no loss or if `whole` is set.
+    last stage returns the loss instead. Without a loss, or with `whole`, it returns the model's output.
 
     The module contains the units that the stage runs, under their names in the model, and the parameters that the
     stage's glue reads. Random numbers depend on torch's seed and on the number of forwards so far. The seed must be the
