@@ -38,16 +38,16 @@ SHIPPED_TARGETS = "pipeshard.interop.targets"
 
 
 class StageModule(nn.Module):
-    """Stage `index` of a model, called as `stage(*received, **batch)`, in one process or in several.
+    """Stage `index` of a model, called as `stage(*received, **batch)`. The stages may be in one process or in several.
 
     `received` are the tensors that the previous stage returned (none for stage 0). On every stage, `batch` is the full
     microbatch, as keyword arguments of the model. For batches that are tuples, `names` are these keywords (see
     `as_keywords`). The call returns a tuple of tensors for the next stage. The tensors keep their autograd graph. The
     last stage returns the loss instead. Without a loss, or with `whole`, it returns the model's output.
 
-    The module contains the units that the stage runs, under their names in the model, and the parameters that the
-    stage's glue reads. Random numbers depend on torch's seed and on the number of forwards so far. The seed must be the
-    same on every rank.
+    The module contains the units that the stage runs and the parameters that the stage's glue reads. They have the same
+    names as in the model. Random numbers depend on torch's seed and on the number of forwards so far. The seed must be
+    the same on every rank.
     """
 
     def __init__(
@@ -317,9 +317,9 @@ def build(
             cost.
         target: the name of a target in `pipeshard.interop`, or of a target added with `register_target`. With None, all
             stages stay in this process, as one module that is called like the model.
-        batch: a microbatch with the sizes used in training; by default, dummy inputs (transformers models only).
-        criterion: `criterion(output, batch)`, for a model whose output has no loss; by default, the `loss_fn` of a
-            PipelineModule.
+        batch: a microbatch with the sizes used in training. For a transformers model, the default is dummy inputs.
+        criterion: a function `criterion(output, batch)` that returns the loss, for a model whose output has no loss.
+            For a PipelineModule, the default is its `loss_fn`.
         device: the device of the stages' tensors.
         options: the arguments of the target (see `pipeshard.interop`).
 

@@ -209,9 +209,9 @@ class Torch(Target):
         style: "loop" places stage s on rank s % p. "v" places two stages on each rank, first in ascending and then in
             descending order of ranks, for ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
-    `build` raises UsageError if the last stage computes no loss, and BatchError for a batch with names that
-    `schedule.step` uses for its own arguments. A step raises BatchError for microbatches whose sizes differ from the
-    sizes of `batch`.
+    `build` raises UsageError if the last stage computes no loss, and BatchError if the batch contains a name that
+    `schedule.step` uses for one of its own arguments. A step raises BatchError for microbatches whose sizes differ from
+    the sizes of `batch`.
     """
 
     def __init__(self, num_model_chunks: int | None = None, style: str = "loop") -> None:
@@ -362,8 +362,8 @@ class StageLayer(nn.Module):
 
 
 class Tied(nn.Module):
-    """A layer with one tied weight of a stage, so that DeepSpeed broadcasts the weight and sums its gradients. The
-    layer returns its input."""
+    """A layer that holds one tied weight of a stage, so that DeepSpeed broadcasts the weight and sums its gradients.
+    The layer returns its input."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
