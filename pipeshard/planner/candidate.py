@@ -148,7 +148,7 @@ def fit(
     of calls of each stage, or None if the search finds no such partition. `speeds` is the same argument as in
     `balance`.
 
-    With one stage per rank, a rank's memory depends only on its own calls, and dynamic programming finds the best
+    With one stage per rank, a rank's memory depends only on its own calls, so dynamic programming finds the best
     partition. With several stages per rank, the search is best-first. If a rank exceeds its limit, one of the rank's
     stages must become smaller. For each stage of this rank, the search adds the best partition in which the stage is
     smaller. The search visits at most `TRIES` partitions, in the order of their cost.

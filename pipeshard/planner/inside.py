@@ -24,9 +24,9 @@ SHARE = 0.1  # the smallest fraction of a layer's cost that a cut inside the lay
 class Inside:
     """A `subject` in which the children of layers are units. For each call of the model with undivided layers, `edges`
     contains the index of the first corresponding call in `subject`. The last entry of `edges` is the number of calls in
-    `subject`. `names` maps each call before which a cut is possible to the name of the module before the cut. `inner`
-    contains the keys of `names` that are inside a layer. For each call, `sent` contains the bytes that cross a cut
-    before the call, and the bytes of the gradients that are sent back."""
+    `subject`. For each call before which a cut is possible, `names` contains the name of the module before the cut.
+    `inner` contains the keys of `names` that are inside a layer. For each call, `sent` contains the bytes that cross a
+    cut before the call, and the bytes of the gradients that are sent back."""
 
     subject: Subject
     edges: tuple[int, ...]
@@ -36,7 +36,8 @@ class Inside:
 
 
 def places_inside(subject: Subject) -> Inside | None:
-    """The places inside the layers of `subject`, or None if the model cannot be cut inside its layers."""
+    """The places inside the layers of `subject` at which the model can be cut. None if the model cannot be cut inside
+    its layers."""
     if subject.again is None or subject.flow.cut_points:
         return None
     openings = _openings(subject.model, subject.flow)

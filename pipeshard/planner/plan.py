@@ -217,7 +217,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in a step, summed over the replicas, or 0 if the model reads no `input_ids`."""
+        """The number of tokens in a step, summed over the replicas. 0 if the batch does not contain `input_ids`."""
         shape = self.microbatch.get("input_ids", (0,))
         return math.prod(shape) * self.num_microbatches * self.training.dp_size
 
