@@ -335,8 +335,8 @@ class PipelinePlugin:
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        """The pipeline of a boosted model. If `model` is None (which execute_pipeline does not support), returns the
-        pipeline of the only boosted model that still exists."""
+        """The pipeline of a boosted model. If `model` is None, returns the pipeline of the only boosted model that
+        still exists. execute_pipeline does not support None."""
         if model is None and call != "execute_pipeline":
             alive = [boosted for own in self._boosted if (boosted := own()) is not None]
             if len(alive) > 1:
