@@ -110,7 +110,7 @@ def plan(
             as the parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit" are
             bitsandbytes optimizers. If a Trainer creates such an optimizer, pass "trainer_adamw_8bit" or
             "trainer_lion_8bit".
-        precision: same as in `PipelinePlugin`: With "bf16" or "fp16", a rank holds fp32 gradients, master weights and
+        precision: same as in `PipelinePlugin`. With "bf16" or "fp16", a rank holds fp32 gradients, master weights and
             states in addition to the 16-bit parameters.
         dp_size: same as in `PipelinePlugin`.
         zero_stage: same as in `PipelinePlugin`. 1 shards the optimizer's state across the replicas.
