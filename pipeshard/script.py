@@ -1,8 +1,8 @@
 """Script: runs a training script for `pipeshard launch`, so that an error that several ranks raise is printed once.
 
 `python -m pipeshard.script train.py ...` is like `python train.py ...`, and `python -m pipeshard.script -m
-package.train` is like `python -m package.train`, except for SIGUSR1 and the output of errors. The module imports
-little, so it also works if the script's first import fails.
+package.train` is like `python -m package.train`. The differences are the handling of SIGUSR1 and the output of errors.
+The module imports little, so it also works if the script's first import fails.
 """
 
 import builtins
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End the process without Python's own cleanup, which may wait for threads forever, or abort the process."""
+    """End the process without Python's own cleanup, which may wait for threads forever or abort the process."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -117,8 +117,8 @@ def record_error(folder: Path, kind: str, text: str) -> bool:
 
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
-    """The class of an error with which the last `attempts` attempts all ended, each within `seconds` of the previous
-    attempt. None if there was no such error. Errors that another rank caused do not count."""
+    """The class of an error with which each of the last `attempts` attempts ended, if each ended within `seconds` of
+    the previous attempt. None if there is no such error. Errors that another rank caused do not count."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")
@@ -132,7 +132,8 @@ def endless(folder: Path, attempts: int, seconds: float) -> str | None:
 
 
 def repeated(folder: Path) -> list[tuple[str, int]]:
-    """For each error of the last attempt that several ranks raised: its class, and the number of other ranks."""
+    """For each error that several ranks raised in the last attempt: its class, and the number of ranks that raised it
+    after the first rank."""
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
     last = max((int(name.split("-")[0]) for name in files), default=0)
     return [(name.split("-")[1], size - 1) for name, size in files.items() if name.startswith(f"{last}-") and size > 1]
