@@ -57,13 +57,14 @@ def _cell(time: float) -> int:
 def draw_timeline(
     panels: Sequence[tuple[str, RankSpans]], path: str | os.PathLike[str], title: str = "", relative: str = ""
 ) -> None:
-    """Draw timelines as a Gantt chart to the file `path`, in the format of its suffix (png, svg, pdf).
+    """Draw timelines as a Gantt chart to the file `path`, in the format that its suffix names (png, svg, pdf).
 
     Each panel is (label, rows), where `rows` contains the spans of each rank, with times in seconds or in the unit that
-    `relative` names. Panels are drawn one above the other (such as measured above simulated) and share one time axis. A
-    panel's time starts at its first span. The panel's duration and idle share are printed above the panel. If ranks
-    hold several chunks of the model, later chunks are darker. The number in a bar is the microbatch. Numbers that do
-    not fit are omitted. The picture is at most about 24 by 16 inches. Requires matplotlib.
+    `relative` names. Panels are drawn one above the other, such as the measured timeline above the simulated one, and
+    share one time axis. A panel's time starts at its first span. The panel's duration and idle share are printed above
+    the panel. If ranks hold several chunks of the model, later chunks are darker. The number in a bar is the index of
+    the microbatch. Numbers that do not fit are omitted. The picture is at most about 24 by 16 inches. Requires
+    matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -96,7 +97,7 @@ def draw_timeline(
 
 
 def _backward(actions: Set[Action]) -> str:
-    """The label of B in the legend, which depends on whether every, some or no B has a W."""
+    """The label of B in the legend. It depends on whether all, some or none of the B's have a W."""
     split = {Action(Kind.W, i, s) in actions for kind, i, s in actions if kind is Kind.B}
     if split == {False, True}:
         return "backward (input gradients if split)"
@@ -119,8 +120,8 @@ def _shade(kind: Kind, chunk: int) -> str:
 
 
 def _draw_panel(axes: "Axes", rows: RankSpans, scale: float, inch: float, row_height: float) -> None:
-    """Draw the bars, numbers and labels of rows. `inch` is the duration that one inch shows, and `row_height` is the
-    height of a row in inches."""
+    """Draw a panel: the bars with their numbers, and the label of each row. `inch` is the duration that one inch
+    represents, and `row_height` is the height of a row in inches."""
     start, length = _extent(rows)
     axes.barh(range(len(rows)), length * scale, height=0.84, color="#F1F1EE", zorder=0)
     for rank, row in enumerate(rows):

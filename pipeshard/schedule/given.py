@@ -16,9 +16,9 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     """The training program of a schedule for `p` ranks, `m` microbatches and `v` chunks per rank, without
     communication.
 
-    A Program supports its own number of microbatches or fewer. A function is called with (p, m, v). Raises
-    ConfigurationError for a program that is incomplete or made for other sizes, and DeadlockError for a program that
-    cannot finish, such as a program with a B before its F.
+    If the schedule is a Program, `m` may not exceed its number of microbatches. If the schedule is a function, it is
+    called with (p, m, v). Raises ConfigurationError for a program that is incomplete, or that was made for other sizes.
+    Raises DeadlockError for a program that cannot finish, such as a program with a B before its F.
     """
     if isinstance(schedule, str):
         return make_program(schedule, p, m, v)
@@ -35,8 +35,8 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
 
 
 def chunks_of(schedule: Schedule, p: int, v: int = 1, m: int = 1) -> int:
-    """The number of model chunks that each of the `p` ranks holds if `v` are requested, in a step of `m` microbatches.
-    Raises ConfigurationError if the schedule does not support `v`."""
+    """The number of model chunks per rank, for `p` ranks, `v` requested chunks per rank and `m` microbatches. Raises
+    ConfigurationError if the schedule does not support `v`."""
     if isinstance(schedule, str):
         return num_chunks(schedule, v)
     chunks = len(program_of(schedule, p, m, v).placement) // p
@@ -93,8 +93,8 @@ def _check(program: Program, p: int) -> None:
 
 
 def _count(program: Program) -> None:
-    """Raise ConfigurationError unless each F and B occurs exactly once per microbatch and stage (W at most once), on
-    the stage's rank, and nothing else occurs."""
+    """Raise ConfigurationError unless the program has exactly one F, one B and at most one W for each microbatch and
+    stage, all on the stage's rank, and no other actions."""
     kinds = Kind.F, Kind.B, Kind.W
     for rank, actions in enumerate(program.ranks):
         stages = [stage for stage, holder in enumerate(program.placement) if holder == rank]
