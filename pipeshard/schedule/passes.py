@@ -15,9 +15,9 @@ def add_communication(program: Program) -> Program:
     """Add a send after each compute action whose result another rank needs, and a receive before the action that uses
     this result.
 
-    Posting a receive does not block. Each receive is posted one compute action early (a B and its W count as one), so
-    that the transfer overlaps with this action, or even earlier if the order of messages requires it (see `_posts`).
-    For example, rank 1 of 1F1B with p=3:
+    Posting a receive does not block. Each receive is posted one compute action early, so that the transfer overlaps
+    with this action (a B and its W count as one action). A receive is posted even earlier if the order of messages
+    requires it (see `_posts`). For example, rank 1 of 1F1B with p=3:
 
         RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
 
@@ -71,8 +71,8 @@ def _one_early(actions: tuple[Action, ...], k: int) -> int:
 
 
 def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Kind]:
-    """Map each compute step (kind, stage) that receives from another rank (`messages` is RECEIVE), or sends to another
-    rank (SEND), to the kind of its message."""
+    """For each compute step (kind, stage) that exchanges a message with another rank, the kind of this message.
+    `messages` selects received messages (RECEIVE) or sent messages (SEND)."""
     stages = range(len(program.placement))
     return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}
 
@@ -107,7 +107,7 @@ def _last_forward(actions: Sequence[Action]) -> int:
 
 
 def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
-    """Yield `actions` with a W right after each whole B whose index exceeds `after`. With a program `sent`, add a W
+    """Yield `actions` with a W right after each whole B whose index exceeds `after`. If `sent` is a program, add a W
     only if this program sends the B's gradient to another rank."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
     for k, action in enumerate(actions):

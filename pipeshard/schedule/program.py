@@ -45,7 +45,8 @@ StageStep = tuple[Kind, int]  # (kind, stage): an action without its microbatch
 
 
 class Action(NamedTuple):
-    """One step of one rank for one microbatch. A message has the stage of the compute action that it serves:
+    """One step of one rank for one microbatch. The stage of a message is the stage of the compute action that uses or
+    computes the message's value:
 
     `RecvF(i, s)` receives the input of `F(i, s)`, and `SendF(i, s)` sends its output. `RecvB(i, s)` receives the
     output gradient for `B(i, s)`, and `SendB(i, s)` sends the input gradient of `B(i, s)`.
@@ -83,11 +84,12 @@ class Program:
     def from_csv(path: str | Path) -> "Program":
         """Read a program from a file in torch.distributed.pipelining's format "compute_only".
 
-        Each line has the cells of one rank, such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward),
-        I (input gradients) and W. Empty cells are idle time. The two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
+        Each line contains the cells of one rank, such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole
+        backward), I (input gradients) and W. Empty cells are idle time. The two actions of `(0F1;3B0)OVERLAP_F_B` run
+        one after the other.
 
-        Raises ConfigurationError for other cells, and for a stage that is missing or on several ranks. `program_of`
-        checks all other rules.
+        Raises ConfigurationError for any other cell, and for a stage that is missing or on several ranks. All other
+        rules of a schedule are checked later, by `program_of`.
         """
         path = Path(path)
         with path.open(newline="") as file:
@@ -126,8 +128,8 @@ class Program:
         return 0 <= other < len(self.placement) and self.placement[stage] != self.placement[other]
 
     def needs(self, kind: Kind, stage: int) -> list[StageStep]:
-        """The steps, all on the same rank, that a microbatch must complete before its step (`kind`, `stage`). A receive
-        is complete when the message has arrived."""
+        """The steps that a microbatch must complete on the same rank before the step (`kind`, `stage`). A receive is
+        complete when the message has arrived."""
         needed = [(AFTER[kind], stage)] if kind in AFTER else []
         if kind in RECEIVE:
             receive = RECEIVE[kind]
