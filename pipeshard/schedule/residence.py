@@ -1,7 +1,8 @@
 """Residence: the activations on a rank's device while each action runs, if all other activations are on the host.
 
 The device then holds the activations of at most two (microbatch, stage) pairs: the pair of the action, and the pair of
-the next B or W. The latter's activations are copied back while the action runs, unless they are on the device already.
+the next B or W. The activations of the second pair are copied back while the action runs, unless they are already on
+the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,8 @@ Holding = tuple[int, int]  # the activations of a microbatch on a stage
 
 class Residence(NamedTuple):
     """The activations on the device while an action runs: the action's own activations, and `next`, the activations of
-    the next B or W (None if neither follows, or if its F has not run yet). If `stays`, the action's own activations
-    stay on the device during the following action."""
+    the next B or W. `next` is None if no B or W follows, or if the corresponding F has not run yet. If `stays`, the
+    action's own activations stay on the device during the following action."""
 
     next: Holding | None
     stays: bool
@@ -42,17 +43,18 @@ def residences(actions: Sequence[Action]) -> dict[Action, Residence]:
 
 
 def resident(actions: Sequence[Action]) -> Iterator[set[Holding]]:
-    """Yield the activations on the device during each compute action."""
+    """For each compute action, yield the activations on the device."""
     return (here for here, _ in _moments(actions))
 
 
 def most_on_host(actions: Sequence[Action], sizes: Sequence[int]) -> int:
-    """The largest total size of the activations on the host at any time, given their size on each stage."""
+    """The largest total size of the activations on the host at any time. `sizes` contains the size of a microbatch's
+    activations on each stage."""
     return max(sum(sizes[stage] for _, stage in away) for _, away in _moments(actions))
 
 
 def _moments(actions: Sequence[Action]) -> Iterator[tuple[set[Holding], set[Holding]]]:
-    """Yield the activations on the device and the activations on the host, during each compute action."""
+    """For each compute action, yield the activations on the device and the activations on the host."""
     for (action, residence), living in zip(residences(actions).items(), alive(actions), strict=True):
         own = action[1:]
         here = {own, residence.next or own}
@@ -60,8 +62,8 @@ def _moments(actions: Sequence[Action]) -> Iterator[tuple[set[Holding], set[Hold
 
 
 def alive(actions: Sequence[Action]) -> Iterator[set[Holding]]:
-    """Yield the live activations, on the device or the host, during each compute action. A microbatch's activations are
-    alive on a stage from its F to its last compute action on this stage."""
+    """For each compute action, yield the activations that are alive, on the device or on the host. A microbatch's
+    activations are alive on a stage from its F to its last compute action on this stage."""
     compute = [action for action in actions if action.kind.is_compute]
     last = {action[1:]: action for action in compute}
     holdings = set[Holding]()

@@ -60,7 +60,8 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> Program:
-    """Zero bubble H1: 1F1B that defers rank r's W by r microbatches (Qi et al. 2023, arXiv:2401.10241). With p=3, m=4:
+    """Zero bubble H1: 1F1B in which rank r defers each W by r microbatches (Qi et al. 2023, arXiv:2401.10241). With
+    p=3, m=4:
 
     rank 0  F0 F1 F2 .. .. B0 W0 F3 B1 W1 B2 W2 B3 W3
     rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
@@ -126,12 +127,12 @@ def v_min(p: int, m: int, v: int = 2) -> Program:
 
 
 def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Program:
-    """A program in a V. Each microbatch repeats the steps of the previous microbatch 6 units of time later, since a
-    rank has 6 actions per microbatch.
+    """A program whose stages form a V. Each microbatch repeats the steps of the previous microbatch 6 units of time
+    later, since a rank has 6 actions per microbatch.
 
-    Each stage starts 1 unit after the previous stage on the way down the ranks, and `up` units on the way back.
-    `turns` contains the times from F to F on the last rank, from F to B on the first rank, and from B to B on the last
-    rank. Each W runs at the earliest free time.
+    Each stage starts 1 unit after the previous stage on the way down the ranks, and `up` units after it on the way
+    back. `turns` contains the times from F to F on the last rank, from F to B on the first rank, and from B to B on the
+    last rank. Each W runs at the earliest free time.
     """
     bottom = p - 1 + turns[0]
     top = bottom + up * (p - 1) + turns[1]
@@ -150,7 +151,7 @@ def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Progr
 
 
 def _next(time: int, x: int) -> int:
-    """The first time after `time` that is x modulo 6."""
+    """The first time after `time` that equals x modulo 6."""
     return time + 1 + (x - time - 1) % 6
 
 
@@ -158,8 +159,8 @@ def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterab
     """The program in which each occurrence of a step in a rank's list runs the next microbatch of this step, up to the
     m-th microbatch.
 
-    The microbatches of a step are therefore in ascending order, and a list may contain too many steps: a program stays
-    legal, and free of deadlocks, if all actions of some microbatches are omitted.
+    The microbatches of a step are therefore in ascending order, and a list may contain more steps than necessary: a
+    program stays legal, and free of deadlocks, if all actions of some microbatches are omitted.
     """
     microbatches = tuple(range(m))  # shared objects are cheaper to look up
 
