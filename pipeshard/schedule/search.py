@@ -47,7 +47,7 @@ def estimate(work: StageCosts, m: int, tightness: float = 1.0, most: float = mat
     runs out of other work before the first input of a later stage or the first gradient arrives. Memory limits this
     other work and the number of microbatches in flight. `tightness` is the memory that microbatches take, relative to
     the memory that they take in a step in which no action waits. If ranks have too little memory for one microbatch,
-    the time is infinite, and the second number is the missing memory.
+    the time is infinite, and the second number is the memory that these ranks lack in total.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
     starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # when a microbatch's F can start
@@ -74,14 +74,15 @@ def estimate(work: StageCosts, m: int, tightness: float = 1.0, most: float = mat
 
 
 class Rule(NamedTuple):
-    """The choice of a free rank's next action. A rank runs a B before an F, or an F before a B if it `alternates` and
-    has just run a B or a W. It runs a W if neither a B nor an F can run. Of several F's, the rank runs the F of
-    the latest stage (with `deep_forward`) or of the earliest microbatch. `deep_backward` has the same effect for B's.
+    """The rule by which a free rank selects its next action. A rank prefers a B to an F. If it `alternates` and has
+    just run a B or a W, it prefers an F to a B. It runs a W if neither a B nor an F can run. Of several F's, the rank
+    runs the F of the latest stage (with `deep_forward`) or of the earliest microbatch. `deep_backward` has the same
+    effect for B's.
 
-    A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
-    `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of
-    the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, the program always completes all
-    microbatches.
+    A rank does not start a W if an F or a B can start within `patience` times the W's duration, unless an F waits for
+    memory. `alive` contains, for each stage, the largest number of microbatches that may be between F and B. No F takes
+    the memory that other F's of the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, the
+    program always completes all microbatches.
     """
 
     deep_forward: bool
@@ -138,8 +139,8 @@ def of_ranks(placement: tuple[int, ...], p: int) -> list[list[int]]:
 
 def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
     """Minimize a value by hill climbing: try `tries` changes from `start`, whose value is `best`, and keep each change
-    that does not increase the value. Returns the lowest value and its argument. `value(found, best)` may be inexact
-    if it exceeds `best`."""
+    that does not increase the value. Returns the lowest value and its argument. The result of `value(found, best)` may
+    be inexact if it exceeds `best`."""
     for _ in range(tries):
         found = change(start)
         if (now := value(found, best)) <= best:
@@ -283,8 +284,8 @@ class Searched:
     __name__ = "auto"
 
     def __call__(self, p: int, m: int, v: int = 1) -> Program:
-        """The program for m microbatches. If the search was for another number, the program uses the best starting
-        rule."""
+        """The program for m microbatches. If the search was for a different number of microbatches, the program uses
+        the best starting rule."""
         return _program(self.work, m, self.rule if m == self.num_microbatches else None)
 
 

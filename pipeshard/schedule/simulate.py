@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class Timetable:
-    """The compute actions of each rank in a step, with their times: `spans` has one tuple per rank, in order."""
+    """The compute actions of each rank in a step, with their times: `spans` has one tuple per rank, in rank order."""
 
     spans: tuple[tuple[Span, ...], ...]
 
@@ -66,7 +66,8 @@ class Simulation(Timetable):
 
         `size` is the memory of one microbatch's activations on a stage: one number, or one per stage. The activations
         are alive from the microbatch's F to its last compute action on the stage (W, otherwise B, otherwise F). Raises
-        ConfigurationError for sizes that are negative, infinite or not one per stage.
+        ConfigurationError for sizes that are negative or infinite, and for a sequence that does not have one size per
+        stage.
         """
         sizes = _per_stage("size", size, len(self.program.placement))
         return tuple(
@@ -89,12 +90,13 @@ def simulate(
     B without its own W costs `backward` and `weight` together. A rank runs its compute actions one at a time, in order,
     and waits for the input of each action. Posting a message never blocks a rank. A transfer begins when both its send
     and its receive are posted, and all earlier transfers in the same direction between the two ranks are complete.
-    `latency` is the duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the
-    gradients that a stage sends back (by default `latency`): one number, or one per stage.
+    `latency` is the transfer time of a stage's input, and `returned` (by default `latency`) is the transfer time of the
+    gradients that a stage sends back: one number, or one per stage.
 
-    Raises DeadlockError if the program cannot finish (the error then lists the waiting ranks and their messages), or if
-    a rank receives another rank's messages in a different order than they are sent. Raises ConfigurationError for costs
-    that are negative, infinite or not one per stage.
+    Raises DeadlockError if the program cannot finish; the error then lists the waiting ranks and their messages. Also
+    raises DeadlockError if a rank receives another rank's messages in an order other than the order in which they are
+    sent. Raises ConfigurationError for costs that are negative or infinite, and for a sequence that does not have one
+    cost per stage.
     """
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
@@ -159,7 +161,7 @@ class _Run:
     """The state of a simulation. Each rank is a generator that yields whenever a step that it needs is incomplete.
 
     The order in which ranks run does not matter, so no clock orders the events: an action's time follows from the times
-    of the steps that it needs. On each edge the k-th send matches the k-th receive.
+    of the steps that it needs. On each edge, the k-th send matches the k-th receive.
     """
 
     def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]]) -> None:
@@ -176,8 +178,8 @@ class _Run:
         self.routes = {kind: [self._route(kind, stage) for stage in stages] for kind in PARTNER}
 
     def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[StageStep, Times]], Times, list[float] | None]:
-        """For a step, return the steps that it needs with their times, its own times, and its costs (None for a
-        message)."""
+        """Return the steps that this step needs (each with its times), the times of this step, and its costs (None for
+        a message)."""
         needed = self.program.needs(kind, stage)
         if not self.has_communication:  # an input is available once it is computed
             needed = [(kind, at + PARTNER[k][1]) if k.is_receive else (k, at) for k, at in needed]
