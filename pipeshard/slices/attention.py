@@ -6,10 +6,10 @@
 
 `is_causal` of torch's scaled_dot_product_attention is correct only if queries and keys have the same length. For a
 slice, transformers builds a mask, and the kernel keeps a floating-point copy of the mask for each layer until the
-backward. Over all slices of a sequence of s positions, a layer's copies have s * s / 2 elements. On CPUs, this module
-computes attention to earlier slices and to the slice itself separately, without a mask. The gradients of both parts
-follow from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135). On other devices,
-this module passes torch's `causal_lower_right` to scaled_dot_product_attention.
+backward. Over all slices of a sequence of s positions, a layer's copies have about s * s / 2 elements. On CPUs, this
+module computes attention to earlier slices and to the slice itself separately, without a mask. The gradients of both
+parts are computed from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135). On
+other devices, this module passes torch's `causal_lower_right` to scaled_dot_product_attention.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ FRESH = "pipeshard_fresh"  # the attribute of keys that a cache for slices retur
 
 class Fresh(NamedTuple):
     """The keys and values (b, h, s, d) of slice `now`, and the Grown tensors (`keys`, `values`) to which they were
-    appended. `all_values` is the tensor of values that the cache returned. If the layer attends to any other tensor, it
+    appended. `all_values` is the tensor of values that the cache returned. With any other tensor of values, the layer
     uses transformers' own attention."""
 
     now: Slice

@@ -76,7 +76,7 @@ class Keys(DynamicLayer):
     is_updated = False
 
     def begin(self, now: Slice, number: int) -> None:
-        """Use this layer, which is layer `number` of the cache, for a slice."""
+        """Prepare this layer for slice `now`. `number` is the layer's index in the cache."""
         self.now, self.number = now, number
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,7 @@ def lengths(total: int, n: int, slope: float) -> list[int]:
 
 
 def sequence_of(batch: Batch) -> int:
-    """The number of positions of a batch. Raises BatchError if the batch has neither `input_ids` nor
-    `inputs_embeds`."""
+    """The sequence length of a batch. Raises BatchError if the batch has neither `input_ids` nor `inputs_embeds`."""
     for name in (IDS, "inputs_embeds"):
         leaf = batch.tensors.get(name)
         if leaf is not None and leaf.ndim > 1:
@@ -139,7 +138,7 @@ def shortened(batch: Batch, most: int, is_flash: bool = False) -> Batch:
 
 
 def _num_labels(batch: Batch, start: int, end: int) -> int:
-    """The number of labels between two positions, not counting ignored labels."""
+    """The number of labels at the positions [start, end), not counting ignored labels."""
     leaves = (batch.tensors[path] for path in targets(batch.paths) if path in batch.tensors)
     total = sequence_of(batch)
     return sum(int(leaf[:, start:end].ne(IGNORED).sum()) for leaf in leaves if leaf.shape[1:2] == (total,))
@@ -148,7 +147,7 @@ def _num_labels(batch: Batch, start: int, end: int) -> int:
 def with_padding(batch: Batch, token: int | None) -> Batch:
     """A copy of the batch in which a quarter of the positions of every other sample are padding with ignored labels,
     alternately on the left and on the right. The first of these samples is padded on the right if no label would remain
-    otherwise, since the mean loss of no labels is NaN."""
+    otherwise, since the mean loss over no labels is NaN."""
     total = sequence_of(batch)
     count = max(1, total // 4)
     left, right = slice(0, count), slice(total - count, total)
