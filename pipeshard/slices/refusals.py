@@ -50,7 +50,7 @@ def refuse_unsliceable(model: nn.Module) -> None:
 
 def refuse_cacheless(model: nn.Module, trains: bool = False) -> None:
     """Raise ConfigurationError for a model with transformers' gradient checkpointing, which in training mode calls
-    layers without a cache. Pass `trains` if the model will be in training mode later."""
+    layers without a cache. Pass `trains=True` if the model will be in training mode later."""
     if (model.training or trains) and any(map(recomputes, model.modules())):
         raise ConfigurationError(
             f"num_slices: transformers' own gradient checkpointing calls the layers of {type(model).__name__} without "
@@ -59,9 +59,9 @@ def refuse_cacheless(model: nn.Module, trains: bool = False) -> None:
 
 
 def refuse_padding(model: nn.Module, batches: Iterable[Batch], found: tuple[str, str]) -> None:
-    """Raise BatchError for a batch with padding if padded slices differ from whole sequences, or fail. `found`
-    describes the difference or failure for batches with an attention_mask, and for batches without a mask ("" if there
-    is none)."""
+    """Raise BatchError for a batch with padding if slices with padding fail, or if their results differ from the
+    results of whole sequences. `found` describes this problem for batches with an attention_mask, and for batches
+    without one ("" if there is no problem)."""
     for batch in batches if any(found) else ():
         why = found[0] if MASK in batch.tensors else found[1]
         if why and is_padded(model, batch):

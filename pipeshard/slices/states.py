@@ -78,7 +78,7 @@ class Grown:
 
 
 class _Append(torch.autograd.Function):
-    """`Grown.write`, whose backward adds the gradients of earlier slices' positions to `grown`."""
+    """`Grown.write` with a backward that adds the gradients of earlier slices' positions to `grown`."""
 
     @staticmethod
     def forward(ctx: Any, new: Tensor, grown: Grown, start: int, first: int) -> Tensor:
@@ -113,8 +113,8 @@ class Slice:
         return bool(self._causal[mask])
 
     def grow(self, name: Any, new: Tensor, dim: int, window: int | None = None) -> Tensor:
-        """Append `new`, the positions of this slice, and return all positions so far (with a `window`, only this slice
-        and the `window - 1` positions before it). A recomputed unit writes the same positions again."""
+        """Append `new`, the positions of this slice. Return all positions so far or, with a `window`, only this slice
+        and the `window - 1` positions before it. A recomputed unit writes the same positions again."""
         count = new.shape[dim]
         if count != self.end - self.start:
             raise TraceError(
