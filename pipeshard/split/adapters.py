@@ -44,8 +44,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     """Apply `put` (peft's `get_peft_model`) to a model on meta, and return its result. Base weights stay on meta.
     Adapters have the same initial values as on the loaded model. `begin` later sets the values that depend on weights.
 
-    Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if the model
-    is quantized and initial values need these weights.
+    Raises ConfigurationError if initial values depend on more than the weights of the adapter's own layer, or if the
+    model is quantized and initial values depend on these weights.
     """
     refuse_packed_base(model, config)
     refuse_far(model, config)
@@ -78,7 +78,7 @@ def _refuse_tied_begin(model: nn.Module, how: Any) -> None:
 
 @contextmanager
 def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
-    """Context manager in which peft may add adapters to a model on meta. On exit, parameters of new copies of modules
+    """Context manager that lets peft add adapters to a model on meta. On exit, parameters of new copies of modules
     (`modules_to_save`) are moved to meta if they contain only the values of stand-ins.
 
     Raises ConfigurationError if any other new parameter was computed from weights. With `begins_later`, new parameters
@@ -115,9 +115,9 @@ def _refuse_computed(model: nn.Module, name: str, parameter: nn.Parameter) -> No
 
 @contextmanager
 def adding_saved(model: nn.Module) -> Iterator[None]:
-    """Context manager in which peft may load saved adapters into a model on meta. If peft has saved base
-    weights (of an embedding or a head) with the adapters, these weights have the saved values on exit. The weights are
-    then no longer on meta, as if the script had set them."""
+    """Context manager that lets peft load saved adapters into a model on meta. If peft has saved base weights (of an
+    embedding or a head) with the adapters, these weights have the saved values on exit. The weights are then no longer
+    on meta, as if the script had set them."""
     blank = {parameter for parameter in model.parameters() if parameter.is_meta}
     saved: dict[nn.Parameter, Tensor] = {}
 
@@ -153,7 +153,7 @@ def _is_nan(parameter: nn.Parameter) -> bool:
 @contextmanager
 def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
     """Context manager that temporarily replaces meta parameters with CPU tensors of `value`, each expanded from one
-    element. Otherwise, peft would create the adapters on meta, the weights' device, and would not initialize them.
+    element. Otherwise, peft would create the adapters on meta, like the weights, and would not initialize them.
 
     Raises ConfigurationError if base parameters were modified before, or if peft replaces them or changes their values.
     """
@@ -236,8 +236,8 @@ def _kind(config: Any) -> str:
 
 
 def refuse_packed_base(model: nn.Module, config: Any) -> None:
-    """If the model is quantized, raise ConfigurationError for adapters that use the weights of their layer, not only
-    the layer's outputs."""
+    """If the model is quantized, raise ConfigurationError for adapters that use the weights of their layer, and not
+    only the layer's outputs."""
     kind = _kind(config)
     is_bat = kind == "MISS" and config.init_weights == "bat"
     reads_weights = kind not in OF_OUTPUTS or is_bat or needs_weights(config)
@@ -295,8 +295,8 @@ def begin(model: nn.Module) -> None:
 
 
 def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]) -> None:
-    """Compute the adapters' initial values that depend on the weights of a layer, for each layer whose weights this
-    process has. `set_value` receives the full name and the value of each parameter."""
+    """For each layer whose weights this process has, compute the initial values of adapters that depend on these
+    weights. `set_value` receives the full name and the value of each parameter."""
     adapters = getattr(model, BEGINNING, None)
     if not adapters or not is_of_peft(model, "PeftModel"):
         return
@@ -309,8 +309,9 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
 
 
 def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
-    """The parameters of `layer` that peft changes to initialize the adapter, as a dict from names to new values.
-    `layer` itself is restored. peft initializes adapters in the dtype of the base weights, and casts them later."""
+    """A dict from the names of the parameters of `layer` that peft changes to initialize the adapter, to their new
+    values. `layer` itself is restored. peft initializes adapters in the dtype of the base weights, and casts them
+    later."""
     before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
     values = {name: parameter.data for name, parameter in before.items()}
     how, dtype = config.init_lora_weights, next(layer.get_base_layer().parameters()).dtype

@@ -23,15 +23,16 @@ def balance(
     ranks: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
-    """Return the numbers of consecutive calls per stage that minimize the largest stage cost, then the sum of squared
-    stage costs. `forbidden` maps each call before which no cut is allowed to the reason. `fits(stage, start, end)`
-    returns whether a stage can hold the calls from start to end (exclusive). If a range does not fit, `fits` must
-    also return False for all ranges that contain it. `ranks` is the rank of each stage. If the ranks form a V, blocks
-    of inseparable calls are then moved between stages, as long as a move reduces the largest cost of a rank, then the
-    sum of squared rank costs, then the sum of squared stage costs. `speeds` contains the relative speed of each stage's
-    rank. A stage's cost is divided by this speed.
+    """Return the number of consecutive calls of each stage. These numbers minimize the largest stage cost and, among
+    equal solutions, the sum of squared stage costs. The keys of `forbidden` are the calls before which no cut is
+    allowed, and the values are the reasons. `fits(stage, start, end)` returns whether a stage can hold the calls from
+    start to end (exclusive). If a range does not fit, `fits` must also return False for all ranges that contain it.
+    `ranks` contains the rank of each stage. If the ranks form a V, blocks of inseparable calls are then moved between
+    stages, as long as a move reduces (in order of priority) the largest cost of a rank, the sum of squared rank costs,
+    or the sum of squared stage costs. `speeds` contains the relative speed of each stage's rank. A stage's cost is
+    divided by this speed.
 
-    Raises PartitionError if fewer parts than stages are possible, or if no partition fits.
+    Raises PartitionError if the calls cannot be split into `num_stages` parts, or if no partition fits.
     """
     if num_stages == 1 and fits is None:
         return [len(costs)]  # without a cut, the model may have no unit calls
@@ -74,8 +75,8 @@ def balance(
 
 
 def _lowest(edges: Sequence[int], fits: Callable[[int, int], bool]) -> list[int]:
-    """Return, for each end, the smallest start of a range of blocks that fits. The starts never decrease, since a range
-    does not fit if a part of it does not fit."""
+    """For each end of a range of blocks, return the smallest start with which the range fits. The starts never
+    decrease, since a range does not fit if a part of it does not fit."""
     lowest, start = [0], 0
     for end in range(1, len(edges)):
         while start < end and not fits(edges[start], edges[end]):
@@ -112,8 +113,8 @@ def _level(cuts: list[int], ranks: Sequence[int], stages: Sequence[Costs]) -> li
 def _divide(
     stages: Sequence[Costs], combine: Callable[[Costs, Costs], Costs], most: float = math.inf
 ) -> tuple[float, list[int] | None]:
-    """Return the minimum of the stages' costs, accumulated with `combine`, and the cuts that achieve this minimum
-    (0, ..., number of blocks). Return (inf, None) if no division is allowed.
+    """Accumulate the stages' costs with `combine`. Return the smallest possible total, and the cuts that achieve this
+    total (0, ..., number of blocks). Return (inf, None) if no division is allowed.
 
     Dynamic programming over (stages, blocks). A range of blocks is not allowed if its cost is infinite or exceeds
     `most`. If several starts of a stage are equally good, the last one is chosen.
