@@ -11,9 +11,9 @@ COPIES_WRAPPER = "ModulesToSaveWrapper"  # peft's class for a module that adapte
 
 def base_names(model: nn.Module, active: bool = False) -> dict[str, str]:
     """Map the full name of each tensor to its name in the base architecture. Trained copies (`modules_to_save`) have
-    the name of the original. Adapters are omitted. With `active`, modules that a forward does not use are also omitted:
-    the copies of inactive adapters, and originals that the copies of active adapters replace. In a model without
-    adapters, the two names of a tensor are equal."""
+    the names of their originals. Adapters are omitted. With `active`, modules that a forward does not use are also
+    omitted: the copies of inactive adapters, and originals that the copies of active adapters replace. In a model
+    without adapters, the two names of a tensor are equal."""
     prefix, base = without_adapters(model)
     return dict(_named(base, prefix, "", active))
 

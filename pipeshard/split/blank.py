@@ -27,8 +27,8 @@ class NotedParameter(NamedTuple):
 
 
 def note_blank(model: Any) -> None:
-    """Move to meta the parameters that a constructor has created on the CPU, since `torch.Tensor(3)` ignores the
-    default device. Record a `NotedParameter` for each parameter, for `refuse_changed_blank`."""
+    """Move to meta the parameters that a constructor has created on the CPU (`torch.Tensor(3)`, for example, ignores
+    the default device). Record a `NotedParameter` for each parameter, for `refuse_changed_blank`."""
     with without_weakrefs(model):
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
@@ -53,8 +53,8 @@ def is_blank(model: nn.Module) -> bool:
 
 
 def refuse_changed_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError for parameters on meta that were modified, or moved to another name or model, since
-    `note_blank` was called."""
+    """Raise ConfigurationError if, since the call of `note_blank`, any parameters on meta were modified, or moved to
+    another name or model."""
     noted = _noted(model)
     folder = getattr(model, "_pretrained", None)
     names = base_names(model) if noted and folder else {}

@@ -54,7 +54,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
 
 
 def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
-    """The values that cross into each stage. `final` contains the reads of the last stage after its last call."""
+    """The values that enter each stage. `final` contains the reads of the last stage after its last call."""
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
     return _crossing([*readers, (final.values, num_stages - 1)], stages, num_stages)
 
@@ -62,7 +62,7 @@ def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: R
 def _crossing(
     readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
 ) -> list[set[Value]]:
-    """The values that cross into each stage. `readers` lists the values read by each reader, and its stage."""
+    """The values that enter each stage. `readers` contains, for each reader, the values that it reads and its stage."""
     crossing: list[set[Value]] = [set() for _ in range(num_stages)]
     for values, reader in readers:
         for value in values:
@@ -72,9 +72,9 @@ def _crossing(
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Map each call before which no cut is allowed to the reason. A cut is not allowed if an untracked value would have
-    to cross the cut, if an earlier unit reads state that a later unit left in the previous forward, if a
-    torch.utils.checkpoint of the model contains the cut, or if the model has CutPoints elsewhere. The key
+    """Return the reason for each call before which no cut is allowed. A cut is not allowed in any of these cases: an
+    untracked value would have to cross the cut; an earlier unit reads state that a later unit left in the previous
+    forward; a torch.utils.checkpoint of the model contains the cut; the model has CutPoints elsewhere. The key
     `len(flow.calls)` stands for a cut at the end of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
