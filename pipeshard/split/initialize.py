@@ -1,8 +1,8 @@
 """Initialize: the initial values of tensors on meta.
 
 transformers' `model.init_weights()` uses one generator for all modules in order, so the values of a parameter depend on
-all parameters before it. A stage does not have all of these parameters. So here, every parameter has its own generator,
-seeded with the parameter's name.
+all parameters before it. A stage does not have all of these parameters. Here, every parameter therefore has its own
+generator, seeded with the parameter's name.
 """
 
 import functools
@@ -40,14 +40,15 @@ def initialize_tensors(
     seed: int,
     constructed: Mapping[str, int] | None = None,
 ) -> None:
-    """Initialize the parameters with these first names, and these buffers. Write to no other tensor of the model.
+    """Initialize `parameters`, which are given by their first names, and `buffers`. Write to no other tensor of the
+    model.
 
-    With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
+    If `rule` is True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
     `reset_parameters` if some tensors still have no values. Buffers are initialized in this way with any `rule`. A
     parameter's values depend only on the seed and the parameter's name. The user's random generators do not change.
     `buffers` is the result of `allocate`, and `constructed` is the result of `written_again`. A warning names
-    parameters whose values the constructor set. Quantized weights are skipped, since a checkpoint provides their
-    values.
+    parameters whose initial values the constructor set, since these values are lost. Quantized weights are skipped,
+    since a checkpoint provides their values.
 
     Raises ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values.
     """
@@ -81,7 +82,7 @@ def initialize_tensors(
 
 
 def written_again(model: nn.Module, names: Collection[str]) -> dict[str, int]:
-    """For each of these meta parameters, the number of the constructor's writes, if greater than 1.
+    """For each of these meta parameters to which the constructor wrote more than once, the number of these writes.
 
     Parameters of a PreTrainedModel are omitted, since the model's rule sets all their values. Tied parameters are
     omitted, since the rule writes to them several times.

@@ -107,7 +107,7 @@ def _layout(state: Any) -> tuple[Any, ...]:
 @cache
 def quantized_blank(shape: tuple[int, int], dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:
     """Quantize a weight on meta. The result is cached for each shape, dtype and set of options, since a model may have
-    hundreds of equal weights."""
+    hundreds of weights of the same shape."""
     return functional.quantize_4bit(torch.empty(shape, dtype=dtype, device="meta"), **options)
 
 
@@ -119,7 +119,7 @@ def quantize_4bit(
     compress_statistics: bool,
     quant_type: str,
 ) -> Any:
-    """Quantize the parts of a tensor of this shape into `packed`, and return the `quant_state`. In each
+    """Quantize a tensor of shape `shape`, whose values are in `parts`, into `packed`. Return the `quant_state`. In each
     part except the last, the number of elements is a multiple of `blocksize`.
 
     The result is the same, bit for bit, as with bitsandbytes' function of the same name. On a CPU, that function needs

@@ -56,7 +56,7 @@ class LinearTorchao(Packed, nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """The product of an input and a weight of another dtype."""
+    """The product of an input and a weight with a different dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
