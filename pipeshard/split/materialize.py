@@ -1,8 +1,8 @@
 """Materialize: the reduction of a model to one stage, with values only for the parameters that the stage holds.
 
-The model keeps its classes and its module tree, so that its own forward can run. A Ghost replaces each parameter of
-another stage, under all of its names. A Replay answers the calls of units of other stages. Each parameter on meta is
-allocated here, but only on the stages that hold it.
+The model keeps its classes and its module tree, so that its own forward can run. A Ghost replaces each parameter that
+only other stages hold, under all of the parameter's names. A Replay answers the calls of units that other stages run.
+Each parameter on meta is allocated here, but only on the stages that hold it.
 """
 
 import contextlib
@@ -91,8 +91,8 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
-    """Raise ConfigurationError for torch.compile options that pipeline units cannot support. `by_whole_batch` is
-    whether deferred_batch_norm=True is set."""
+    """Raise ConfigurationError for torch.compile options that pipeline units cannot support. `by_whole_batch` is True
+    if deferred_batch_norm=True is set."""
     if by_whole_batch:
         raise ConfigurationError(
             "deferred_batch_norm=True does not support compile, since a compiled unit hides the inputs of its batch "
@@ -216,7 +216,7 @@ def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
 
 
 def storageless(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    """A zero tensor of the same shape that stores only one element."""
+    """A tensor of zeros that has the shape of `tensor`, but stores only one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
 
 

@@ -67,7 +67,8 @@ class Packed(nn.Module, ABC):
 
     @property
     def scales(self) -> int:
-        """The size of the weight's scales in bytes, also on meta. By default, each row has an fp32 scale."""
+        """The size of the weight's scales in bytes, even if the weight is on meta. By default, each row has an fp32
+        scale."""
         return 4 * len(self.weight)
 
     @property
@@ -89,13 +90,13 @@ class Packed(nn.Module, ABC):
         """Store a quantized weight from a checkpoint. `scales` contains the checkpoint's tensors that are needed to
         dequantize the weight, keyed by the last part of their names.
 
-        Raises an error if the scales do not fit this layer.
+        Raises an error if the scales do not match this layer.
         """
 
     @abstractmethod
     def blank(self, *sizes: Any) -> Any:
-        """A `layer_class` on meta with the same quantization options. `sizes` contains the numbers of inputs and
-        outputs, and whether the layer has a bias."""
+        """A module of class `layer_class` on meta, with the quantization options of this layer. `sizes` contains the
+        numbers of inputs and outputs, and whether the layer has a bias."""
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
@@ -120,8 +121,9 @@ class Packed(nn.Module, ABC):
 
     @classmethod
     def take_over(cls, module: nn.Module, dtype: torch.dtype, path: str) -> None:
-        """Convert `module` into a layer of this class, in place, if its class is `layer_class`. `module` is on meta,
-        `dtype` is the dtype of the values before quantization, and `path` is the layer's path in the base model."""
+        """If the class of `module` is `layer_class`, convert `module` in place into a layer of this class. `module` is
+        on meta, `dtype` is the dtype of the values before quantization, and `path` is the layer's path in the base
+        model."""
         if type(module) is not cls.layer_class:
             return
         layer: Any = module

@@ -27,7 +27,7 @@ ELEMENT = 20.0
 @dataclass(frozen=True)
 class Partition:
     """The stage of every unit call. Calls are keyed by unit and occurrence, so that a partition also applies to batches
-    of another structure. `calls` maps each unit to its number of calls."""
+    with a different structure. `calls` maps each unit to its number of calls."""
 
     num_stages: int
     stages: Mapping[tuple[str, int], int]
@@ -64,7 +64,7 @@ class Partition:
 
 
 def named_modules_of(partition: Cuts) -> list[str]:
-    """The module names in a partition that is a list, otherwise []."""
+    """The module names in `partition` if it is a list, otherwise []."""
     return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
 
 
@@ -120,8 +120,8 @@ def cost_of(
     frozen_flops: float = 0.0,
     recomputed: bool = False,
 ) -> Cost:
-    """The relative times of a unit call, in floating-point operations, from the `flops` and computed `elements` of one
-    forward.
+    """The relative times of a unit call, in floating-point operations, estimated from the `flops` and the number of
+    computed `elements` of one forward.
 
     Flops and elements count three times (forward, input gradient, weight gradient), or four times if the forward is
     recomputed. An element counts as `ELEMENT` operations. A trainable parameter counts as twice this number, since its
