@@ -131,7 +131,8 @@ class Policy:
         return call_costs(self.flow, self.units, self.scale) if self.known_costs is None else list(self.known_costs)
 
     def weights(self, num_stages: int) -> list[float]:
-        """The weight of each unit call. A named partition balances these weights across the stages."""
+        """The weight of each unit call. If the partition is a rule (a string), it balances these weights across the
+        stages."""
         if str(self.partition_by).startswith("profile") and self.known_costs is None:
             raise ConfigurationError(
                 f"partition={self.partition_by!r} requires measured costs: pass costs=profile.costs(flow)"
@@ -146,14 +147,14 @@ class Policy:
         return speeds and [speeds[rank] for rank in self.placement]
 
     def unit(self, name: str) -> nn.Module:
-        """The unit of this name. Raises PartitionError with similar names if the model has no such unit."""
+        """The unit with this name. Raises PartitionError with similar names if the model has no such unit."""
         name = full_name(self.model, name)
         if name not in self.units:
             raise PartitionError(unknown(type(self).__name__, name, type(self.model).__name__, self.units))
         return self.units[name]
 
     def calls_of(self, name: str) -> list[int]:
-        """The indices in `flow.calls` of the calls of this unit, or of all units inside the module with this name.
+        """The indices, in `flow.calls`, of the calls of the unit `name`, or of all units inside the module `name`.
 
         Raises PartitionError with similar names if the model calls no such unit.
         """
@@ -287,8 +288,9 @@ def refuse_backward_hooks(
     partition: Partition,
     outputs: Wanted,
 ) -> None:
-    """Raise UsageError for a module's backward hook if no stage has all gradients for the hook. This applies to modules
-    that contain units (`around`), and to units with a result that crosses a cut and has a gradient."""
+    """Raise UsageError for a module's backward hook if no single stage has all gradients that the hook receives. This
+    applies to modules that contain units (`around`), and to units with a result that crosses a cut and has a
+    gradient."""
     of_all = has_global_backward_hooks()
     hooked = {m for m in (*around, *units.values()) if of_all or m._backward_hooks or m._backward_pre_hooks}
     if not hooked or partition.num_stages == 1:

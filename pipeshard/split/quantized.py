@@ -25,8 +25,8 @@ SKIPS = {"bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_con
 def quantize_blank(model: Any, config: Any) -> None:
     """Replace linear layers of a transformers model on meta with quantized layers. transformers selects the layers.
 
-    Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit or 8-bit or torchao's int8 weights,
-    for a library that cannot be imported, and for a layer that cannot be quantized.
+    Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit or 8-bit weights or torchao's int8
+    weights, for a library that cannot be imported, and for a layer that cannot be quantized.
     """
     refuse_other_ways(config)
     from transformers.quantizers import AutoHfQuantizer
@@ -51,7 +51,8 @@ def quantize_blank(model: Any, config: Any) -> None:
 
 
 def kinds_of(method: str) -> tuple[type[Packed], ...]:
-    """The layer classes of a method. Raises ConfigurationError if the method's library cannot be imported."""
+    """The layer classes for a quantization method. Raises ConfigurationError if the method's library cannot be
+    imported."""
     try:
         if method == "torchao":
             from pipeshard.split.linear_torchao import LinearTorchao
@@ -69,7 +70,7 @@ def kinds_of(method: str) -> tuple[type[Packed], ...]:
 
 
 def method_of(config: Any) -> str:
-    """The name of the library that quantizes with this config, which may also be a dict."""
+    """The name of the library that quantizes with `config`. `config` may also be a dict."""
     method = config.get("quant_method", "unknown") if isinstance(config, dict) else config.quant_method
     return str(getattr(method, "value", method))
 
@@ -92,8 +93,8 @@ def refuse_other_ways(config: Any) -> None:
 
 
 def refuse_other_torchao(config: Any) -> None:
-    """Raise ConfigurationError for any quantization of torchao except int8 weights with a scale for each row, and for
-    options that quantize or untie embeddings."""
+    """Raise ConfigurationError for any torchao quantization except int8 weights with one scale per row, and for options
+    that quantize or untie embeddings."""
     from torchao.quantization import Int8WeightOnlyConfig, PerRow
 
     how = config.quant_type
@@ -142,7 +143,7 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str], method
 
 
 def quantization_of(config: Any, path: Any, given: Any) -> Any:
-    """The quantization config of a checkpoint whose weights are quantized, otherwise `given`.
+    """The quantization config of the checkpoint if its weights are quantized, otherwise `given`.
 
     Raises ConfigurationError if a method other than bitsandbytes quantized the checkpoint, or if both the checkpoint
     and `given` define a quantization.
