@@ -89,8 +89,8 @@ class Run:
 
 
 class Again:
-    """Context manager for each recomputation of a unit. (A unit that calls `autograd.grad` is recomputed several
-    times.) Inner units, which the recomputed unit calls, run as a part of it, as in the first run."""
+    """Context manager for each recomputation of a unit. A unit that calls `autograd.grad` is recomputed several times.
+    Inner units, which the recomputed unit calls, run as a part of it, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
         self.replay, self.draw = replay, draw
@@ -204,8 +204,8 @@ class Replay:
         return result
 
     def _answer(self, step: Step, run: Run, sizes: list[Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of another stage's unit, and reproduce the values that the unit left at other places in the
-        trace."""
+        """Return the result of another stage's unit, and reproduce the values that, in the trace, the unit left at
+        other places."""
         if step.plain:
             return self._leaf(step.leaves[0], sizes[0], run)
         of_result = step.parts[0].tree.num_leaves
@@ -270,14 +270,14 @@ class Replay:
             run.inside = False
 
     def _observed(self, step: Step, run: Run) -> list[Any]:
-        """Before a unit runs, the values at the places that code on other stages reads."""
+        """Return the values that, before a unit runs, are at the places that code on other stages reads."""
         if not self.proves or run.listener is not None:
             return []
         return [value_at(place, self.units[step.unit]) for place, _ in step.observed]
 
     def _refuse_observed(self, step: Step, run: Run, before: Sequence[Any]) -> None:
-        """Raise TraceError unless a unit leaves the same plain values as in the trace at the places that code on other
-        stages reads."""
+        """Raise TraceError unless, at the places that code on other stages reads, a unit leaves the same plain values
+        as in the trace."""
         unit, expected = self.units[step.unit], self._expected(step, run)
         for (place, numbers), value in zip(step.observed, before):
             now = value_at(place, unit)
@@ -288,7 +288,8 @@ class Replay:
                 raise self._differs(step, run, what, ", ".join(map(constant_text, seen)), None, PLACE)
 
     def _expected(self, step: Step, run: Run) -> list[Any]:
-        """The traced leaves of the current call, with specs and counts replaced with this batch's shapes and counts."""
+        """The traced leaves of the current call, but with this batch's shapes and counts instead of the specs and
+        counts."""
         return [leaf if size is None else size for leaf, size in zip(step.leaves, run.sizes[run.next - 1])]
 
     @contextmanager

@@ -1,11 +1,11 @@
 """Route: a stage's path through a Dataflow, with the unit calls to run and recompute, and the values to keep.
 
 torch.utils.checkpoint restores the global random state and assumes that arguments are unchanged. In a pipeline, the
-microbatches of one stage interleave. So each recomputation restores the random state of its own microbatch, and the
-contents of lists and objects among the arguments. A tensor argument that was changed in place causes an error.
+microbatches of one stage interleave. Each recomputation therefore restores the random state of its own microbatch, and
+the contents of lists and objects among the arguments. A tensor argument that was changed in place causes an error.
 
-The calls that a stage runs, the values that it receives for other calls, and the values that it keeps for later stages
-follow from the Dataflow and the partition. A Route computes these calls and values once, for all of its microbatches.
+From the Dataflow and the partition, a Route determines which calls a stage runs, which values it receives for other
+calls, and which values it keeps for later stages. It does so once, for all of its microbatches.
 """
 
 import bisect
@@ -113,12 +113,12 @@ def run_again(
     second: Callable[[], AbstractContextManager[None]],
     save: MoveAway | None = None,
 ) -> Callable[..., Any]:
-    """Wrap the forward of `unit` so that it keeps only its arguments and is recomputed in the backward pass. In
-    between, `save` may move tensor arguments elsewhere.
+    """Wrap the forward of `unit` so that it keeps only its arguments and is recomputed in the backward pass. Between
+    the two runs, `save` may move tensor arguments elsewhere.
 
     `second` returns a context manager for the second run. This context manager must restore the random state of the
-    first run. `run_again` restores the contents of lists, mappings and objects among the arguments, and tensors with
-    which glue had replaced parameters (torch.func.functional_call). The second run raises UsageError if a tensor
+    first run. `run_again` restores the contents of lists, mappings and objects among the arguments, and the tensors
+    with which glue had replaced parameters (torch.func.functional_call). The second run raises UsageError if a tensor
     argument has been modified in place.
     """
 
@@ -176,7 +176,8 @@ LENGTHS = 64  # maximum number of batch shapes whose sizes a route caches
 
 
 class Blank(NamedTuple):
-    """A placeholder for an activation. No result may depend on it: `fill` is chosen to reveal a result that does."""
+    """A placeholder for an activation. No result may depend on a blank. `fill` is chosen so that such a result is
+    noticed."""
 
     dtype: torch.dtype
     fill: float
@@ -228,10 +229,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """One stage's path through one Dataflow, with a step per unit call. The stage leaves the forward after `stop` steps
-    (None: at the end). `inputs` are the batch's leaves whose values the stage reads. With `whole`, the stage keeps all
-    leaves. `spoiled` is the state for the next forward that the stage's glue cannot compute because inputs are
-    missing. `proven` has the held steps whose changes of state have been checked (-2: zeros have been tracked)."""
+    """One stage's path through one Dataflow, with a step per unit call. The stage leaves the forward after `stop`
+    steps, or at the end if `stop` is None. `inputs` are the batch's leaves whose values the stage reads. With `whole`,
+    the stage keeps all leaves of the batch. `spoiled` names the state for the next forward that the stage's glue cannot
+    compute because inputs are missing. `proven` contains the numbers of the held steps whose changes of state have been
+    checked, and -2 once zeros have been tracked."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -289,7 +291,7 @@ class Route:
         )
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
-        """For each leaf of each unit call, a tensor's shape or a number computed from the batch's sizes, or None for
+        """For each leaf of each unit call: the shape of a tensor, a number computed from the batch's sizes, or None for
         a constant."""
         if deltas not in self._sizes:
             if len(self._sizes) >= LENGTHS:
@@ -301,9 +303,9 @@ class Route:
         return self._sizes[deltas]
 
     def feed(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on the stage's device, with copies of leaves that glue modifies. Floating-point leaves (images)
-        that the stage does not need become NaN tensors of the same shape that store one element. With `whole`, all
-        leaves are kept, since the user's function receives all outputs and the batch, and may read any leaf."""
+        """The batch on the stage's device, with copies of leaves that glue modifies. Floating-point leaves (such as
+        images) that the stage does not need become NaN tensors of the same shape that store one element. With `whole`,
+        all leaves are kept, since the user's function receives all outputs and the batch, and may read any leaf."""
 
         def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             if self.whole or path in self.inputs or not leaf.is_floating_point():
@@ -337,8 +339,8 @@ def _held_step(
 
 
 def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[tuple[PlacePath, range | None]]:
-    """Yield the places in reach of this call's unit that code on other stages reads, each with the range of the plain
-    values that the call leaves there, or None."""
+    """Yield the places within reach of this call's unit that code on other stages reads. With each place, yield the
+    range of the plain values that the call leaves there, or None."""
     call = flow.calls[index]
     left = {part.source.place: numbers for part, numbers in call.answered}
     for unit, place, readers in flow.observed:
@@ -349,12 +351,12 @@ def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[
 
 
 def is_read_far(readers: Collection[int], stages: Sequence[int], stage: int) -> bool:
-    """Whether code on a stage other than `stage` is among the `readers` of an Observed."""
+    """Whether the `readers` of an Observed include code on a stage other than `stage`."""
     return any(reader < 0 or stages[reader] != stage for reader in readers)
 
 
 def _result_tensors(call: Call) -> tuple[TensorSpec, ...]:
-    """The specs of a result that is a tensor, or a tuple of tensors; otherwise ()."""
+    """The specs of the call's result if it is a tensor or a tuple of tensors, otherwise ()."""
     tree = call.parts[0].tree
     leaves = call.leaves[: tree.num_leaves]
     is_plain = tree.is_leaf() or (tree.type is tuple and tree.num_children == tree.num_leaves)
