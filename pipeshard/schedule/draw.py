@@ -115,7 +115,8 @@ def _stages(row: Sequence[Span]) -> list[int]:
 
 
 def _shade(kind: Kind, chunk: int) -> str:
-    """The colour of `kind` for a rank's chunk: each chunk is two thirds as bright as the previous one."""
+    """The colour of `kind` for a rank's chunk with the index `chunk`. Each chunk is two thirds as bright as the
+    previous one."""
     return "#" + "".join(f"{int(int(_COLOURS[kind][k : k + 2], 16) * (2 / 3) ** chunk):02X}" for k in (1, 3, 5))
 
 

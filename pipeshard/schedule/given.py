@@ -58,7 +58,7 @@ def name_of(schedule: Schedule) -> str:
 
 
 def _first(program: Program, m: int) -> Program:
-    """The part of `program` for its first m microbatches, which is legal if `program` is legal."""
+    """The part of `program` for its first m microbatches. This part is legal if `program` is legal."""
     if m > program.num_microbatches:
         raise ConfigurationError(
             f"schedule {program.name!r} is for num_microbatches={program.num_microbatches}, but the step has {m}: pass "

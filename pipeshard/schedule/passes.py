@@ -78,7 +78,7 @@ def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Ki
 
 
 def shorten_cooldown(program: Program) -> Program:
-    """Split each whole B after its rank's last F into B and W, if the B's gradient is sent to another rank.
+    """After the last F of each rank, split each whole B into B and W if the B's gradient is sent to another rank.
 
     W runs right after B, so the only change is that the gradient is sent between B and W. For example, 1F1B with p=3
     and m=4, if a whole B takes as long as a separate B and W together:

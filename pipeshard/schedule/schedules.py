@@ -43,8 +43,8 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
     rank 1  .... F0@1 F1@1 F2@1 F0@4 F1@4 F2@4 B0@4 .... B1@4 .... B2@4 B0@1 B1@1 B2@1 ....
     rank 2  .... .... F0@2 F1@2 F2@2 F0@5 B0@5 F1@5 B1@5 F2@5 B2@5 B0@2 B1@2 B2@2 .... ....
 
-    A rank runs p microbatches through one chunk, then through its next chunk. F and B are the times of all chunks of a
-    rank together. If p divides m, the bubble is (p-1)(F+B)/v, and rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a
+    A rank runs p microbatches through one chunk, then through its next chunk. F and B are the total times of all chunks
+    of a rank. If p divides m, the bubble is (p-1)(F+B)/v, and rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a
     stage, but at most vm.
     """
 
@@ -84,10 +84,10 @@ def zbv(p: int, m: int, v: int = 2) -> Program:
     rank 0  F0@0 F1@0 F2@0 F0@3 B0@3 W0@3 F1@3 B1@3 W1@3 B0@0 W0@0 F2@3 B2@3 W2@3 B1@0 W1@0 B2@0 W2@0 ....
     rank 1  .... F0@1 F0@2 F1@1 F1@2 B0@2 W0@2 F2@1 B0@1 W0@1 F2@2 B1@2 W1@2 B1@1 B2@2 B2@1 W1@1 W2@2 W2@1
 
-    F, B and W are the times of both chunks of a rank together. The bubble is (p-1)max(B/2, B-W) if m >= 2p-2 and
-    max(F, W) <= B. This is (p-1)(F+B-W)/2 if F = B = W, and at most this value if W <= F <= B <= F+W. Every rank keeps
-    2p activations of a stage (fewer if m < 2p-1). They take as much memory as the p activations on the first rank
-    of 1F1B, whose stages are twice as large.
+    F, B and W are the total times of both chunks of a rank. The bubble is (p-1)max(B/2, B-W) if m >= 2p-2 and max(F, W)
+    <= B. This is (p-1)(F+B-W)/2 if F = B = W, and at most this value if W <= F <= B <= F+W. Every rank keeps 2p
+    activations of a stage (fewer if m < 2p-1). These activations take as much memory as the p activations on the first
+    rank of 1F1B, whose stages are twice as large.
     """
 
     def rank(r: int) -> list[StageStep]:
