@@ -44,10 +44,10 @@ def estimate(work: StageCosts, m: int, tightness: float = 1.0, most: float = mat
     times of all ranks. If a rank takes longer than `most`, both numbers are infinite.
 
     A rank is idle until its first input arrives, and from its last B to the end of the step. A rank is also idle if it
-    runs out of other work before the first input of a later stage or the first gradient arrives. Memory limits this
-    other work and the number of microbatches in flight. `tightness` is the memory that microbatches take, relative to
-    the memory that they take in a step in which no action waits. If ranks have too little memory for one microbatch,
-    the time is infinite, and the second number is the memory that these ranks lack in total.
+    runs out of other work before the first input of a later stage or the first gradient arrives. Memory limits how much
+    other work a rank has, and how many microbatches are in flight. `tightness` is the memory that microbatches take,
+    relative to the memory that they take in a step in which no action waits. If ranks have too little memory for one
+    microbatch, the time is infinite, and the second number is the memory that these ranks lack in total.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
     starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # when a microbatch's F can start
@@ -80,8 +80,8 @@ class Rule(NamedTuple):
     effect for B's.
 
     A rank does not start a W if an F or a B can start within `patience` times the W's duration, unless an F waits for
-    memory. `alive` contains, for each stage, the largest number of microbatches that may be between F and B. No F takes
-    the memory that other F's of the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, the
+    memory. `alive` contains, for each stage, the largest number of microbatches that may be between F and B. An F never
+    takes memory that other F's of the `reserved` earliest unfinished microbatches still need. If `reserved` >= 1, the
     program always completes all microbatches.
     """
 

@@ -84,7 +84,7 @@ def simulate(
     latency: ActionCost = 0.0,
     returned: ActionCost | None = None,
 ) -> Simulation:
-    """Simulate `program`, with communication added if it has none.
+    """Simulate `program`. Communication is added first if the program has none.
 
     `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with W, a
     B without its own W costs `backward` and `weight` together. A rank runs its compute actions one at a time, in order,

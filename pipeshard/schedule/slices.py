@@ -1,9 +1,9 @@
 """Slices: programs for microbatches that are split along the sequence into n slices each.
 
-A slice needs the cache entries of the slices before it. Its backward needs the gradients of its own entries from the
-slices after it. The forwards of a microbatch therefore run from the first slice to the last, and the backwards from the
-last to the first (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). In a program, slice s of microbatch i has the number i *
-n + s.
+A slice needs the cache entries of the slices before it. The backward of a slice needs the gradients that later slices
+compute for the slice's own entries. The forwards of a microbatch therefore run from the first slice to the last, and
+the backwards from the last to the first (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). In a program, slice s of
+microbatch i has the number i * n + s.
 """
 
 import dataclasses

@@ -21,9 +21,9 @@ def add_ordered_communication(program: Program) -> Program:
     Each rank runs its part of this order. The earliest unfinished action can therefore always complete, regardless of
     which messages share a communicator, and even if an action waits for the device. `add_communication` does not
     guarantee this: it posts receives early, so an action that waits for the device also waits for these receives.
-    Actions are ordered by time, with F = B = W and messages that take no time. A receive has the time at which its
-    message is sent, and follows the computations that its rank starts before this time. For example, rank 1 of 1F1B
-    with p=3:
+    Actions are ordered by time, with F = B = W and messages that take no time. A receive is ordered by the time at
+    which its message is sent: it follows the computations that its rank starts before this time. For example, rank 1 of
+    1F1B with p=3:
 
         RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
 
