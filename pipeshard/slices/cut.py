@@ -33,9 +33,9 @@ LEAST = 2  # a slice has at least this many positions: for one position, layers 
 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
-    """Return the lengths of n slices that together have `total` positions and take approximately equal times. Position
-    k takes a time of 1 + slope * k, since it attends to k earlier positions. A short sequence is split into fewer than
-    n slices."""
+    """Return the lengths of n slices that together have `total` positions and take approximately equal times. The time
+    of position k is 1 + slope * k, since the position attends to k earlier positions. A short sequence is split into
+    fewer than n slices."""
     n = max(1, min(n, total // LEAST))
 
     def work(end: float) -> float:
@@ -145,9 +145,9 @@ def _num_labels(batch: Batch, start: int, end: int) -> int:
 
 
 def with_padding(batch: Batch, token: int | None) -> Batch:
-    """A copy of the batch in which a quarter of the positions of every other sample are padding with ignored labels,
-    alternately on the left and on the right. The first of these samples is padded on the right if no label would remain
-    otherwise, since the mean loss over no labels is NaN."""
+    """A copy of the batch with padding in every other sample. The padding replaces a quarter of the sample's positions,
+    alternately on the left and on the right, and its labels are ignored. The first padded sample has its padding on the
+    right if no label would remain otherwise, since the mean loss over no labels is NaN."""
     total = sequence_of(batch)
     count = max(1, total // 4)
     left, right = slice(0, count), slice(total - count, total)
@@ -176,8 +176,8 @@ def _filled(batch: Batch, token: int | None, first: slice, third: slice) -> Batc
 
 @dataclass(frozen=True)
 class SliceCall:
-    """The model's inputs for one slice on one stage: the slice's positions in the microbatch's arguments, masks up to
-    the end of the slice, and a cache."""
+    """The model's inputs for one slice on one stage: the slice's part of the microbatch's arguments, masks up to the
+    end of the slice, and a cache."""
 
     batch: Batch
     now: Slice

@@ -72,7 +72,7 @@ def refuse_padding(model: nn.Module, batches: Iterable[Batch], found: tuple[str,
 
 
 def is_padded(model: nn.Module, batch: Batch) -> bool:
-    """Whether a batch has padding, by its mask or, without a mask, by its tokens."""
+    """Whether a batch has padding, according to its mask or, if it has no mask, to its tokens."""
     mask, ids, token = batch.tensors.get(MASK), batch.tensors.get(IDS), padding_token(model)
     if mask is not None:
         return not bool(mask.all())

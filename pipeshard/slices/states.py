@@ -60,8 +60,8 @@ class Grown:
         return self._values.data.narrow(self.dim, start, end - start)
 
     def add(self, gradient: Tensor, first: int) -> None:
-        """Add a later slice's gradient of earlier positions, which begin at `first`. 16-bit gradients are summed in
-        fp32."""
+        """Add the gradient that a later slice computed for earlier positions. `first` is the first of these positions.
+        16-bit gradients are summed in fp32."""
         count = gradient.shape[self.dim]
         if self._gradient is not None:
             self._gradient.narrow(self.dim, first, count).add_(gradient)
