@@ -44,7 +44,7 @@ def initialize_tensors(
     model.
 
     If `rule` is True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
-    `reset_parameters` if some tensors still have no values. Buffers are initialized in this way with any `rule`. A
+    `reset_parameters` if some tensors still have no values. Buffers are initialized in this way regardless of `rule`. A
     parameter's values depend only on the seed and the parameter's name. The user's random generators do not change.
     `buffers` is the result of `allocate`, and `constructed` is the result of `written_again`. A warning names
     parameters whose initial values the constructor set, since these values are lost. Quantized weights are skipped,
@@ -130,8 +130,8 @@ def _fill(
     fill: Callable[..., None],
     constructed: Mapping[str, int] | None = None,
 ) -> set[str]:
-    """Call `fill` for each module that contains some of these tensors. Return the names of the tensors that were not
-    written.
+    """Call `fill` for each module that contains some of the tensors `names`. Return the names of the tensors that were
+    not written.
 
     Children are filled before their parents, as in transformers. `fill` also receives the module's owner: the module
     itself or its nearest ancestor that has `_init_weights`, or None.

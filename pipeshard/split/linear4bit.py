@@ -98,7 +98,8 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
 
 
 def _layout(state: Any) -> tuple[Any, ...]:
-    """The fields of a `quant_state` that kernels rely on: the shape, the packing options, the sizes of the scales."""
+    """The fields of a `quant_state` that kernels rely on: the shape, the packing options, and the sizes of the
+    scales."""
     of_scales = (*state.state2.absmax.shape, *state.state2.code.shape, state.state2.blocksize) if state.nested else ()
     sizes = *state.absmax.shape, *state.code.shape, *of_scales
     return tuple(state.shape), state.quant_type, state.blocksize, state.absmax.dtype, sizes

@@ -12,8 +12,8 @@ from pipeshard.split.packed import Packed, Rows, quantize_rows
 class LinearTorchao(Packed, nn.Linear):
     """A linear layer with an int8 weight.
 
-    The layer computes the same as a layer with torchao's Int8Tensor as its weight, but does not save the weight in the
-    input's dtype for the backward pass. Instead, the backward pass casts the weight again.
+    The layer gives the same results as a layer with torchao's Int8Tensor as its weight, but does not save the weight in
+    the input's dtype for the backward pass. Instead, the backward pass casts the weight again.
 
     Attributes:
         scale: one scale per output, or None while the weight has no values. A forward then uses scales of 1.

@@ -124,7 +124,7 @@ def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
 
 
 def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> dict[str, bool]:
-    """Allocate these meta parameters (uninitialized) and all meta buffers on the device.
+    """Allocate the meta parameters `names` (uninitialized) and all meta buffers on `device`.
 
     A parameter stays the same object, so that optimizers, hooks and ties still refer to it. Buffers of a
     PreTrainedModel, including persistent ones, have the values that the model's constructor computes. Other buffers are
