@@ -1,4 +1,4 @@
-"""Packed: the 4-bit and 8-bit linear layers of a frozen base model. A stage quantizes the weights while loading.
+"""Packed: the 4-bit and 8-bit linear layers of a frozen base model. A stage quantizes the weights while it loads them.
 
     in the checkpoint          in the stage
     (out, in), 16-bit    --->  (out * in / 2, 1), uint8, and a scale for every 64 values
@@ -40,8 +40,8 @@ class Rows(Protocol):
 class Packed(nn.Module, ABC):
     """A linear layer with a quantized weight.
 
-    Each subclass computes the same as a layer of bitsandbytes or torchao, but its forward does not modify the layer.
-    The forwards of bitsandbytes' layers cast the bias in place, and some replace the weight.
+    Each subclass gives the same results as a layer of bitsandbytes or torchao, but its forward does not modify the
+    layer. The forwards of bitsandbytes' layers cast the bias in place, and some replace the weight.
 
     Attributes:
         layer_class: the class of the layers that `take_over` converts.
@@ -199,7 +199,7 @@ def quantize_rows(
     parts: Iterable[Tensor], packed: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Quantize the rows in `parts` into `packed`, and return the scales of the rows. `quantize` returns the quantized
-    values and the scales of some rows."""
+    values and the scales of the rows that it receives."""
     scales, row = torch.empty(0), 0
     for part in parts:
         values, of_part = quantize(part)

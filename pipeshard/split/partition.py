@@ -1,7 +1,7 @@
 """Partition: the assignment of unit calls to stages, by a rule or a list.
 
-Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here, by default, the partition of
-a Dataflow's calls minimizes the cost of the most expensive stage.
+Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here, the default partition of a
+Dataflow's calls minimizes the cost of the most expensive stage.
 """
 
 import itertools
@@ -35,7 +35,7 @@ class Partition:
 
     @classmethod
     def of(cls, flow: Dataflow, counts: Sequence[int]) -> Self:
-        """Assign the first counts[0] calls of `flow` to stage 0, the next counts[1] to stage 1, ..."""
+        """Assign the first counts[0] calls of `flow` to stage 0, the next counts[1] calls to stage 1, and so on."""
         stages = itertools.chain.from_iterable([stage] * count for stage, count in enumerate(counts))
         calls = Counter(call.unit for call in flow.calls)
         return cls(len(counts), dict(zip(flow.occurrences, stages, strict=True)), calls)
@@ -124,10 +124,10 @@ def cost_of(
     computed `elements` of one forward.
 
     Flops and elements count three times (forward, input gradient, weight gradient), or four times if the forward is
-    recomputed. An element counts as `ELEMENT` operations. A trainable parameter counts as twice this number, since its
-    gradient is written and accumulated. The gradient is the main cost of an embedding. The `waiting_` arguments are the
-    flops and parameters of layers whose weight gradients can be deferred. `frozen_flops` are the operations that are
-    saved because some parameters have no gradient.
+    recomputed. An element counts as `ELEMENT` operations. A trainable parameter counts as 2 * `ELEMENT` operations,
+    since its gradient is written and accumulated. The gradient is the main cost of an embedding. The `waiting_`
+    arguments are the flops and parameters of layers whose weight gradients can be deferred. `frozen_flops` are the
+    operations that are saved because some parameters have no gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -153,8 +153,8 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
     """The weight of each unit call, for `balance`. `by` is a rule, `units` contains the unit of each call, and
     `costs` returns the times of the calls.
 
-    Raises ConfigurationError for an unknown rule, invalid speeds or an invalid regular expression, and PartitionError
-    if the regular expression matches fewer unit calls than there are stages.
+    Raises ConfigurationError for an unknown rule, invalid speeds or an invalid regular expression. Raises
+    PartitionError if the regular expression matches fewer unit calls than there are stages.
     """
     check_partition(by)
     if by_cost(by) or speeds_of(by):
