@@ -5,8 +5,8 @@ finds this information, so the base class works for every model. A custom policy
 cannot make: the costs of units, and the positions of the cuts.
 
 The model's glue runs on every stage, but each stage has only some of the activations, parameters and generators. Glue
-that branches on an activation, changes a parameter, or hooks a gradient would behave differently on each stage. At
-boost and for every new kind of batch, the functions below find such glue in the Dataflow and raise an error.
+that branches on an activation, changes a parameter, or registers a gradient hook would behave differently on each
+stage. At boost and for every new kind of batch, the functions below find such glue in the Dataflow and raise an error.
 """
 
 import importlib
@@ -172,7 +172,8 @@ class Policy:
         return Replay(self.model, self.units, frozenset(self.held_units), self.stage, self.device)
 
     def _partition(self) -> Partition:
-        """The Partition that `distribute_layers` returns. Raises PartitionError if it is invalid."""
+        """The Partition with the numbers of calls that `distribute_layers` returns. Raises PartitionError if these
+        numbers are invalid."""
         calls, parts = self.flow.calls, len(self.placement)
         counts = self.distribute_layers(len(calls), parts)
         nonempty = counts[:-1] if self.flow.ends_in_cut else counts

@@ -130,9 +130,10 @@ class Replay:
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
-        """Context manager for a microbatch on a route. Tracks the zeros that replace unsent values, and yields the
-        tracker, or None if no zeros are tracked. Zeros are tracked only in the route's first microbatch, unless code
-        after the last unit branches on activations: a microbatch may then read results that the trace did not read."""
+        """Context manager for the run of a microbatch on `route`. Tracks the zeros that replace unsent values, and
+        yields the tracker, or None if no zeros are tracked. Zeros are tracked only in the route's first microbatch,
+        unless code after the last unit branches on activations: a microbatch may then read results that the trace did
+        not read."""
         has_branches = route.flow.has_branches and route.stop is None
         if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None

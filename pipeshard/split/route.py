@@ -41,7 +41,8 @@ class Recompute:
 
     A fraction is rounded up to whole calls. Repeated layers are selected first, in model order: when the first layers
     are recomputed, the memory of later layers has been freed. Units whose class occurs once (an embedding, a head) keep
-    few activations, so they are selected last. With `classes`, only units of classes with these names are recomputed.
+    few activations, so they are selected last. With `classes`, only units whose class has one of these names are
+    recomputed.
     """
 
     ratios: tuple[float, ...]
