@@ -118,7 +118,7 @@ def record_error(folder: Path, kind: str, text: str) -> bool:
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
     """The class of an error with which each of the last `attempts` attempts ended, if each ended within `seconds` of
-    the previous attempt. None if there is no such error. Errors that another rank caused do not count."""
+    the previous attempt. None if no error meets this condition. Errors that another rank caused do not count."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")

@@ -61,7 +61,7 @@ def refuse_cacheless(model: nn.Module, trains: bool = False) -> None:
 def refuse_padding(model: nn.Module, batches: Iterable[Batch], found: tuple[str, str]) -> None:
     """Raise BatchError for a batch with padding if slices with padding fail, or if their results differ from the
     results of whole sequences. `found` describes this problem for batches with an attention_mask, and for batches
-    without one ("" if there is no problem)."""
+    without one ("" if no problem was found)."""
     for batch in batches if any(found) else ():
         why = found[0] if MASK in batch.tensors else found[1]
         if why and is_padded(model, batch):
