@@ -1,8 +1,8 @@
 """Skeleton: a layer on meta that is constructed again on the ranks that hold it.
 
 A list of LayerSpecs may describe a model that is too large for any process. Each layer is first built on meta, as a
-skeleton with names and shapes. The ranks that hold the layer build it again with allocated tensors. Optimizers, hooks
-and ties refer to the skeleton, so the values of the second module are then moved to the skeleton.
+skeleton with names and shapes. The ranks that hold the layer construct a second module with allocated tensors, and move
+its values to the skeleton, since optimizers, hooks and ties refer to the skeleton.
 """
 
 import copy
@@ -32,9 +32,10 @@ class Blueprint:
     """The constructor and the original attributes of a skeleton. `build_layer` keeps attributes that have changed since
     the skeleton was made.
 
-    `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
-    original plain attributes, entries of the collections in them). `versions` lists each parameter with its version,
-    which every write increases. (Buffers are omitted, since a trace also writes to buffers.)
+    `place` is the layer's number, which determines the seed of its values. `before` lists each module of the skeleton
+    as (path, module, original plain attributes, entries of the collections in these attributes). `versions` lists each
+    parameter as (name, parameter, original version); every write increments a parameter's version. Buffers are omitted,
+    since a trace also writes to buffers.
     """
 
     place: int
@@ -44,12 +45,13 @@ class Blueprint:
 
 
 def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place: int, name: str) -> nn.Module:
-    """Call `construct()` on meta, and return the module, which has names, shapes and attributes but no values. The
-    user's generators do not change.
+    """Call `construct()` on meta, and return the resulting module. It has names, shapes and attributes, but no values.
+    The state of the user's random generators does not change.
 
-    `build_layer` later calls `make()` for the values. The values depend on the seed and on `place`, the layer's number.
-    Raises ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if
-    the returned module contains a module that existed before, whose values would be lost.
+    `build_layer` later calls `make()` to create the values. The values depend on the seed and on `place`, the layer's
+    number. Raises ConfigurationError if the constructor does not run on meta, or does not return a module. Raises
+    UsageError if the returned module contains a module that existed before, since the values of that module would be
+    lost.
     """
     restore_meta_kernels()
     refusal = explained(
@@ -83,7 +85,7 @@ def _has_values(module: nn.Module) -> bool:
 
 
 def _refuse_existing(module: nn.Module, again: nn.Module, place: int, name: str) -> None:
-    """Raise UsageError if two results of a constructor contain the same module, and this module has values."""
+    """Raise UsageError if the results of two calls of a constructor have a module with values in common."""
     known = set(module.modules())
     existing = next((inner for inner in again.modules() if inner in known and _has_values(inner)), None)
     if existing is not None:
@@ -102,10 +104,11 @@ def skeletons(model: nn.Module) -> list[nn.Module]:
 def build_layer(module: nn.Module, seed: int) -> None:
     """Call a skeleton's constructor on the default device, and give the skeleton the values of the new module.
 
-    The values depend only on the seed and the layer's number. The user's random generators do not change. Modules and
-    parameters stay the same objects, so that optimizers, hooks and ties still refer to them. Parameters that already
-    have values, and attributes set since the skeleton was made, are kept. Raises ConfigurationError if the constructor
-    fails, or builds a module with different names or shapes, and for a parameter that was modified on meta.
+    The values depend only on the seed and the layer's number. The state of the user's random generators does not
+    change. Modules and parameters stay the same objects, so that optimizers, hooks and ties still refer to them. Keeps
+    parameters that already have values, and attributes that were set after the skeleton was made. Raises
+    ConfigurationError if the constructor fails, if the names or shapes of the new module differ from the skeleton's, or
+    if a parameter was modified on meta.
     """
     blueprint: Blueprint = vars(module)[BLUEPRINT]
     for name, parameter, version in blueprint.versions:
@@ -139,8 +142,8 @@ def blank_buffers(module: nn.Module) -> None:
 @torch.no_grad()
 def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
     """Copy the values, buffers and attributes of `built` to `module`. References to submodules and tensors of `built`
-    become references to the corresponding objects in `module`. Objects that the constructor has not made are not
-    copied."""
+    become references to the corresponding objects in `module`. Objects that the constructor did not create are shared,
+    not copied."""
     paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
     if paths != built_paths:
         raise ValueError(
@@ -171,7 +174,8 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
 
 
 class Taken(NamedTuple):
-    """An attribute of a skeleton's module, or an entry of a collection in it, with the value of the built module."""
+    """An attribute of a module in a skeleton (or an entry of a collection in the attribute), with the built module's
+    value."""
 
     holder: Any
     key: Any
@@ -180,8 +184,8 @@ class Taken(NamedTuple):
 
 
 def _unchanged(place: Taken, before: Any, parts: dict[int, Any], around: tuple[Any, ...] = ()) -> Iterator[Taken]:
-    """Yield `place` if its entries still equal `before`. Otherwise, yield the unchanged places in the collection at
-    `place`, which stays the same object."""
+    """Yield `place` if its entries still equal `before`. Otherwise, keep the collection at `place` as the same object,
+    and yield the unchanged places in it."""
     now, built = place.now, place.built
     if _are_same(_entries(now, around), before):
         yield place
@@ -228,7 +232,7 @@ def _match(before: Any, now: Any, parts: dict[int, Any], seen: set[int]) -> None
 
 
 def _is_copyable(value: Any) -> bool:
-    """Whether deepcopy can copy a value: deepcopy cannot copy a lock, a stream or the result of an operator."""
+    """Whether deepcopy can copy a value: deepcopy cannot copy locks, streams or non-leaf tensors."""
     if isinstance(value, Tensor):
         return value.is_leaf
     try:
@@ -239,7 +243,8 @@ def _is_copyable(value: Any) -> bool:
 
 
 def _entries(value: Any, around: tuple[Any, ...] = ()) -> Any:
-    """The entries of a collection, and of the collections in it, as dicts. Any other value is returned unchanged."""
+    """Convert a collection, and the collections nested in it, to dicts of their entries. Return any other value
+    unchanged."""
     if any(value is outer for outer in around):
         return ...
     if not isinstance(value, (*COLLECTIONS, tuple)):
@@ -248,7 +253,7 @@ def _entries(value: Any, around: tuple[Any, ...] = ()) -> Any:
 
 
 def _held(collection: Any) -> dict[Any, Any]:
-    """The entries of a collection by their keys or indices."""
+    """A dict of the entries of a collection, by key or index."""
     return dict(entries_of(content_of(collection, "item" if isinstance(collection, MutableMapping) else "list")))
 
 

@@ -1,10 +1,10 @@
-"""Tensor parallelism: sharding the parameters of a stage's units across ranks, by a `tp_plan` or `ep_plan`.
+"""Tensor parallelism: shards the parameters of a stage's units across ranks, according to a `tp_plan` or `ep_plan`.
 
-transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
-split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
-from transformers. For models without a plan in transformers, the style `Divided` supports modules that store a number
-of heads in an attribute. `LatentProjection` replaces transformers' style for the first projection of latent
-attention. Expert parallelism uses another plan, in which each rank holds some experts of each layer.
+transformers shards a model while loading it, across all ranks of the world. pipeshard shards a stage after it has split
+the model. The trace therefore sees unsharded modules, and only the stage's parameters are sharded. The parallel layers
+come from transformers. For models without a plan in transformers, the style `Divided` supports modules that store a
+number of heads in an attribute. `LatentProjection` replaces transformers' style for the first projection of latent
+attention. Expert parallelism uses the `ep_plan` instead of the `tp_plan`: each rank holds some experts of each layer.
 """
 
 import copy
@@ -47,10 +47,10 @@ def plan_of(
     ep_plan: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The style of every module and parameter that is sharded across the ranks of a stage. The styles come from the
-    user's plan, the model's own `tp_plan` (with `ep_size`, its `ep_plan`), or the policy's `tp_plan` for the base
-    model, in this order of precedence.
+    first of these plans that exists: the user's plan, the model's own `tp_plan` (with `ep_size`, its `ep_plan`), or the
+    policy's `tp_plan` for the base model.
 
-    Raises ConfigurationError for a model that cannot be sharded, and for a plan that does not fit the model.
+    Raises ConfigurationError if the model cannot be sharded, or if the plan does not match the model.
     """
     by, size, of_user = ("ep", ep_size, ep_plan) if ep_size > 1 else ("tp", tp_size, tp_plan)
     prefix, base = without_adapters(model)
@@ -119,8 +119,8 @@ def plan_of(
 
 
 def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
-    """Raise ConfigurationError if the plan would cut a head of keys or values. The numbers of heads of some modules,
-    such as vision towers, are not in the model's text config."""
+    """Raise ConfigurationError if the plan would split a key or value head across ranks. `_check_config` does not
+    detect this in modules, such as vision towers, whose numbers of heads are not in the model's text config."""
     modules = dict(model.named_modules())
     for name, style in plan.items():
         if style != "colwise" or name not in modules or not (found := KEYS.match(name)):
@@ -136,9 +136,14 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
 
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
-    """Raise ConfigurationError if `size` does not divide a number of experts, or if the plan does not shard all weights
-    of the experts, or shards weights of a module that runs all experts. Sharded experts must not have dropout, a kernel
-    that needs all experts, or a non-parameter tensor with an entry for each expert."""
+    """Raise ConfigurationError in each of these cases:
+
+    - `size` does not divide a number of experts.
+    - The plan does not shard all weights of the experts.
+    - The plan shards weights of a module that runs all experts.
+    - Sharded experts have dropout, a kernel that needs all experts, or a non-parameter tensor with an entry for each
+      expert.
+    """
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int):
@@ -184,8 +189,8 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
 
 
 def style_of(name: str, by: str = "tp") -> Any:
-    """The parallel layer of this name, from transformers or this module. Raises ConfigurationError for an unknown
-    name, and for a style that shards sequences."""
+    """The parallel layer for the style `name`, from transformers or this module. Raises ConfigurationError if the style
+    is unknown or shards sequences."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     if name in (EXPERTS, DISPATCH):
@@ -312,9 +317,9 @@ class Experts:
 
 
 def _connected(module: Any, plain: Any) -> Any:
-    """Wrap the forward `plain` of experts. In autograd, the output depends on the tokens and their weights even if no
-    token chooses an expert of this rank, so that this rank takes part in the sums of the backward pass. In this case,
-    the output also depends on the module's own parameters, whose gradients are then zeros, as in one process."""
+    """Wrap the forward `plain` of experts. In autograd, the output always depends on the tokens and their weights, so
+    that every rank takes part in the sums of the backward pass. If no token chooses an expert of this rank, the output
+    also depends on the module's own parameters, so that their gradients are zeros, as in one process."""
 
     def forward(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         output: Tensor = plain(tokens, index, weights)
@@ -374,12 +379,12 @@ def slice_parameters(
     mesh: DeviceMesh,
     plan: Mapping[str, str],
 ) -> set[str]:
-    """Shard the parameters that are in both `held` (names) and `plan`, across the ranks of `mesh`.
+    """Shard the parameters whose names are in both `held` and `plan` across the ranks of `mesh`.
 
-    The parameters become DTensors. Each rank takes its shard from its own values. The modules' forwards are replaced
-    with forwards of parallel layers, which communicate activations. A parameter with several names is sharded once. If
-    the plan shards these names in different ways, or if glue reads the parameter (`of_glue`), the parameter is not
-    sharded. Returns the names of unsharded parameters whose gradients the ranks must sum.
+    The parameters become DTensors. Each rank takes its shard from its own copy of the values. The modules' forwards are
+    replaced with forwards of parallel layers, which communicate activations. A parameter with several names is sharded
+    once. If the plan shards these names in different ways, or if glue reads the parameter (`of_glue`), the parameter is
+    not sharded. Returns the names of unsharded parameters whose gradients the ranks must sum.
     """
     first = first_names(model)
     modules = dict(model.named_modules())
@@ -418,7 +423,7 @@ def sliced_sizes(
 def _sliced(
     model: nn.Module, units: Collection[str], of_glue: Collection[str], plan: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and the style of each parameter and module of these units that the plan shards."""
+    """Yield the name and the style of each parameter and module in `units` that the plan shards."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     together = [names for first, names in names_of(model).items() if first in of_glue or _disagree(names, plan)]
     whole = {name.rpartition(".")[0] for names in together for name in names}  # modules to leave unsharded
@@ -429,7 +434,7 @@ def _sliced(
 
 
 def _slice(layer: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Shard the parameter with the full name `name`, a parameter of `module`, in the style `layer`."""
+    """Shard the parameter of `module` whose full name is `name`, in the style `layer`."""
     key = name.rpartition(".")[2]
     layer.validate_param(module, key, mesh, parameter_name=name)
     layer.shard_param(module, key, mesh)
