@@ -3,9 +3,9 @@
 Architectures list their tied weights in different ways, or not at all. For a model on meta or with adapters, these
 lists are out of date. Two names of one object are trained as one parameter, so only object identity counts here.
 
-A stage holds a parameter if it runs one of the parameter's units, or if its glue reads the parameter. So several stages
-may hold a tied weight. In addition, one process may run several parts of the model. To save, compare or broadcast
-values, all ranks must select the same stage.
+A stage holds a parameter if the stage runs one of the parameter's units, or if the stage's glue reads the parameter. So
+several stages may hold a tied weight. In addition, one process may run several parts of the model. To save, compare or
+broadcast values, all ranks must select the same stage.
 """
 
 import itertools
@@ -66,13 +66,14 @@ def kept_tied(model: nn.Module) -> Iterator[None]:
 
 
 def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter under this name only."""
+    """Assign the parameter to this name, but not to the other names of a tied parameter."""
     path, _, key = name.rpartition(".")
     model.get_submodule(path)._parameters[key] = parameter
 
 
 def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie meta parameters that are the same view of one storage. Return the replacement of each replaced parameter.
+    """Tie meta parameters that are the same view of one storage. Return a dict from each replaced parameter to its
+    replacement.
 
     accelerate's `init_empty_weights` creates a new Parameter on the same storage for every name to which a parameter is
     assigned, so ties would be lost.
@@ -88,12 +89,13 @@ def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 def share_weights(
     model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True, argument: str = "shared_weights"
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie the parameters of each group of names to the group's first parameter. Return the replacement of each replaced
-    parameter.
+    """Tie the parameters of each group of names to the group's first parameter. Return a dict from each replaced
+    parameter to its replacement.
 
     Groups that have a parameter in common are merged. If values differ, the values of the first parameter are kept,
-    with a warning if `warns`. Raises ConfigurationError for an invalid group, an unknown name (with similar names), and
-    different shapes or dtypes. Errors name the argument `argument`.
+    with a warning if `warns`. Raises ConfigurationError if a group is invalid, if a name is unknown (the error suggests
+    similar names), or if the shapes or dtypes in a group differ. `argument` is the name of the argument in errors and
+    warnings.
     """
     became: dict[nn.Parameter, nn.Parameter] = {}
     for names in groups:
@@ -134,7 +136,7 @@ def _end(parameter: nn.Parameter, became: Mapping[nn.Parameter, nn.Parameter]) -
 def analyze_tied_weights(
     model: nn.Module, stages: Mapping[str, int] | None = None
 ) -> list[tuple[tuple[str, int], ...]]:
-    """The sorted list of the groups of tied names. Each group is a sorted tuple of (name, stage) pairs.
+    """A sorted list of all groups of tied names. Each group is a sorted tuple of (name, stage) pairs.
 
     `stages` maps names of modules (or parameters) to stages. A parameter that is not in `stages` has the stage of its
     nearest ancestor in `stages`, or stage 0 if no ancestor is in `stages`. The model may be on meta. Call this function
@@ -151,8 +153,8 @@ def analyze_tied_weights(
 
 
 class Ownership:
-    """The stages that hold and own each parameter, given the parameter's first name. `placement` is the stage (process)
-    of each part of the model.
+    """The stages that hold and own each parameter, given the parameter's first name. `placement` lists the stage
+    (process) of each part of the model.
 
     Attributes:
         held: the names of the parameters that each stage holds.
@@ -178,8 +180,8 @@ class Ownership:
         return [stage for stage, held in enumerate(self.held) if name in held]
 
     def shared(self) -> dict[str, list[int]]:
-        """Map each parameter that several stages hold to these stages. The order of the parameters is the same on every
-        rank."""
+        """The parameters that several stages hold, each mapped to its stages. The order of the parameters is the same
+        on every rank."""
         return {name: stages for name in sorted(set().union(*self.held)) if len(stages := self.holders(name)) > 1}
 
     def owner(self, name: str) -> int:

@@ -5,7 +5,7 @@ depend on it are also NaN. Integers have no value like NaN. If glue computes wit
 result, the blank must be a valid index, so it is 0. If the trace were wrong and a result depended on this 0, the result
 would be silently wrong. So in the first microbatch on a route, these zeros are tracked from operator to operator, as
 the original values are tracked in the trace. If code after the last unit branches on activations, all blanks of all
-microbatches are tracked, since the trace has no values of activations and follows only one of the branches.
+microbatches are tracked, since the trace does not know activation values, and follows only one branch.
 """
 
 from collections.abc import Iterable
@@ -42,8 +42,8 @@ class Zeros(DispatchMode):
         return result
 
     def refuse(self, values: Any, reader: str) -> None:
-        """Raise TraceError if one of these tensors was computed from a tracked blank. `reader` names the reader of the
-        tensors."""
+        """Raise TraceError if a tensor in `values` was computed from a tracked blank. `reader` names the code that
+        reads `values`."""
         unit = self._unit(tree_tensors(values))
         if unit is not None and self.has_branches:
             raise TraceError(
