@@ -83,7 +83,8 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
 
 
 def stamps(folder: Path) -> Stamps:
-    """The inode and modification time of each file in a folder, by relative path. Rewriting a file changes both."""
+    """The inode and modification time of each file in a folder, by relative path. Rewriting a file changes at least one
+    of them."""
     found = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
     return {name: (of_file.st_ino, of_file.st_mtime_ns) for name, of_file in found.items()}
 
@@ -151,8 +152,8 @@ def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
     """Return the path of the checkpoint to resume from, or None. Call it on all ranks.
 
     `asked` is the argument `resume_from_checkpoint` of `Trainer.train`. True selects the newest complete, intact
-    checkpoint in `folder`. Raises UsageError if the checkpoint's name differs between ranks, and CheckpointError if the
-    checkpoint is incomplete or damaged, or if `folder` has no intact checkpoint.
+    checkpoint in `folder`. Raises UsageError if the checkpoint's name differs between ranks. Raises CheckpointError if
+    the checkpoint is incomplete or damaged or, with True, if `folder` has no intact checkpoint.
     """
     name = "True" if asked is True else Path(asked).name if asked else "None"
     if apart := differing_names(name, grid.world):
@@ -218,7 +219,7 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def complete_in(folder: Path) -> dict[int, int]:
-    """The steps of the complete checkpoints in `folder`, each with the time in ns at which it was written."""
+    """Map the step of each complete checkpoint in `folder` to the time at which the checkpoint was written, in ns."""
     complete = {step: path for step, path in _checkpoints(folder).items() if not flaw_of(path)}
     return {step: (path / STATE).stat().st_mtime_ns for step, path in complete.items()}
 

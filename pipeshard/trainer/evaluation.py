@@ -1,4 +1,4 @@
-"""Evaluation: overrides the methods of a Trainer that evaluate, predict and generate, so that they run on stages."""
+"""Evaluation: overrides Trainer's methods for evaluation, prediction and generation, so that they run on stages."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -133,7 +133,7 @@ class Evaluation(Trainer):
         return bool(self.can_return_loss if asked is None else asked)
 
     def _makes_loss(self) -> bool:
-        """Whether the loss is computed by anything other than the model itself."""
+        """Whether anything other than the model itself computes the loss."""
         return self._overrides_loss or self.label_smoother is not None or self.compute_loss_func is not None
 
     @property
