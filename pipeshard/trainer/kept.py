@@ -59,7 +59,7 @@ class KeptState(Snapshot):
     """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
     objects.
 
-    With `copies`, dense tensors of any size can be restored; otherwise, only small ones (up to SMALL_BYTES). Sparse
+    With `copies`, dense tensors of any size can be restored; otherwise, only dense tensors of up to SMALL_BYTES. Sparse
     tensors, and arrays of more than LARGEST_ARRAY bytes, are compared, but cannot be restored.
     """
 
@@ -192,7 +192,7 @@ class KeptState(Snapshot):
 
 
 def _said(change: Change, writer: ValueWriter) -> tuple[str, Any, Any, Any]:
-    """A change as (how, holder, key, new value). Raises PicklingError for a change that other ranks cannot make."""
+    """A change as (how, holder, key, new value). Raises PicklingError for a change that other ranks cannot apply."""
     how, key = change.path[-1]
     said = how, change.holder, key, change.now
     if change.before is change.now:
@@ -218,9 +218,9 @@ def _roots(trainer: Any) -> dict[str, Any]:
 def _changed_by_threads(trainer: Any) -> set[int]:
     """The ids of the objects that running threads may change.
 
-    A callback, such as a monitor, is included if the callback or an object in its attributes is a thread, has a method
-    that is the target of a thread, or is an argument of a target. The value of a Trainer's attribute is included if it
-    is a thread or has such a method, as transformers' memory tracker does.
+    A callback (such as a monitor) is included if the callback itself, or an object in its attributes, is a thread, the
+    owner of a method that a thread runs, or an argument of a thread. The value of a Trainer's attribute is included if
+    the value is a thread or the owner of such a method, such as transformers' memory tracker.
     """
     running = [(thread, getattr(thread, "_target", None)) for thread in threading.enumerate()]
     running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]
@@ -242,8 +242,8 @@ def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> 
 
 
 def _added(change: Change) -> list[Any]:
-    """The entries that were appended to a list, or [] if the list has changed in another way. Only these entries
-    are sent, so that a history of all steps is not sent in each step."""
+    """The entries that were appended to a list, or [] for any other change of the list. Only the appended entries are
+    sent, so that a step does not send the history of all steps."""
     if not isinstance(change.holder, list) or len(change.now) <= len(change.before):
         return []
     is_longer = all(map(is_same, change.before, change.now))

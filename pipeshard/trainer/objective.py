@@ -5,9 +5,9 @@ the last stage calls compute_loss as the pipeline's criterion, with a placeholde
 pipeline's outputs. The last stage then sends other effects of compute_loss (such as metrics) to the other ranks. A
 trace or a trial uses only the loss, and discards other effects.
 
-The loss of TRL's DPOTrainer includes a run of a second model, the reference, but a pipeline runs one model in a step.
-The mixin Preferences therefore computes the reference's log-probabilities before the step (with the reference's own
-stages, or with the model's stages without adapters) and adds them to the batch. compute_loss then runs with
+The loss of TRL's DPOTrainer also requires a second model, the reference, but a pipeline runs one model in a step. The
+mixin Preferences therefore computes the reference's log-probabilities before the step (with the reference's own stages,
+or with the model's stages without adapters) and adds them to the batch. compute_loss then runs with
 precompute_ref_logps=True.
 """
 
@@ -84,8 +84,8 @@ class Gathering:
 
     @property
     def is_compared(self) -> bool:
-        """Whether this step compares the loss with a loss without gathered values: in the first steps and, after that,
-        if the number of steps is a power of two."""
+        """Whether this step compares the loss with the loss that results without gathered values: in the first steps
+        and, after that, if the number of steps is a power of two."""
         return self.is_seen and is_sampled(self.steps)
 
 
@@ -126,7 +126,8 @@ class Objective:
 
     @contextmanager
     def stepping(self, pipeline: Pipeline) -> Iterator[None]:
-        """Context manager for the step of a window. On exit, all ranks receive the changes that compute_loss has made.
+        """Context manager for the pipeline step of a gradient accumulation window. On exit, all ranks receive the
+        changes that compute_loss has made.
 
         In the step, the accelerator's `sync_gradients` is true only in the last call of compute_loss, as in one
         process.
@@ -147,8 +148,9 @@ class Objective:
         """Run compute_loss up to its call of the model. Returns the inputs of this call, and the rest of the batch
         under names with the prefix FOR_CRITERION.
 
-        compute_loss receives copies of the tensors, since the step calls it again with the batch. If compute_loss has
-        written to a tensor that the model receives, the result contains both the original and the modified tensor.
+        compute_loss receives copies of the tensors, since the step calls compute_loss again with the original batch. If
+        compute_loss has written to a tensor that the model receives, the result contains both the original and the
+        modified tensor.
         """
         trainer, before = self.trainer, random_state()
         if self._kept is None or any(self._kept.changes()):
@@ -184,8 +186,8 @@ class Objective:
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return the loss in a trace or a trial, and undo other effects of compute_loss.
 
-        If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes may
-        pass tensors with inconsistent sizes. The sum of the outputs that the loss depends on then replaces the loss.
+        If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes may pass
+        tensors with inconsistent sizes. In this case, the result is the sum of the outputs that the loss depends on.
         """
         leaves, kept = tree_tensors(outputs), KeptState(self.trainer, copies=True)
         try:
@@ -208,9 +210,9 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether no size is more than 1 below the corresponding size of the last consistent inputs, as in a trace that
-        varies the sizes of these inputs. False in a trace that starts with shorter inputs, whose lengths may match by
-        coincidence."""
+        """Whether every size is at least the corresponding size of the last consistent inputs minus 1, as in a trace
+        that varies the sizes of these inputs. False in a trace that starts with shorter inputs, whose lengths may match
+        by coincidence."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False
@@ -220,8 +222,8 @@ class Objective:
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return the loss in a step, on the last stage, and keep all other effects of compute_loss.
 
-        compute_loss uses the same random numbers as in one process. If it raises UsageError, every rank raises
-        UsageError at the end of the step.
+        compute_loss uses the same random numbers as in one process. If compute_loss raises UsageError, every rank
+        raises UsageError at the end of the step.
         """
         if self._pipeline is None:
             return self(outputs, inputs)
@@ -250,8 +252,8 @@ class Objective:
             set_random_state(before)
 
     def _share(self, pipeline: Pipeline) -> None:
-        """Send the changes that compute_loss has made on the last stage to all ranks, and report its logs on all ranks.
-        Every rank raises UsageError if compute_loss has raised one, or if a change cannot be sent."""
+        """Send all ranks the changes that compute_loss has made on the last stage, and report compute_loss's logs on
+        all ranks. Every rank raises UsageError if compute_loss has raised UsageError, or if a change cannot be sent."""
         kept, self._kept = self._kept, None
         assert kept is not None  # each batch of the window has recorded the state
         random = None if is_equal(self._random, random_state()) else self._random
@@ -283,8 +285,9 @@ class Objective:
 def of_last_stage(
     trainer: ComputesLoss, pipeline: Pipeline, kept: KeptState, value: Any, failure: Exception | None, text: str = "{}"
 ) -> Any:
-    """Apply the last stage's changes since `kept` on all ranks, and return the last stage's `value`. Raises UsageError
-    with this `text`, on every rank, if a last stage has a `failure` or cannot send its changes or value."""
+    """Apply the last stage's changes since `kept` on all ranks, and return the last stage's `value`. Raises UsageError,
+    on every rank, if the last stage of any replica has a `failure`, or cannot send its changes or value. `text` is the
+    error's text, with {} for the reason."""
     is_last, told = dist.get_rank() == pipeline.last_rank, None
     try:
         if is_last and failure is None:
@@ -333,12 +336,12 @@ class Asking(ModuleStandIn):
 
 
 class Answer(Asking):
-    """A placeholder for the model that can be called once, with the batch, and returns the pipeline's outputs for this
+    """A placeholder for the model. It can be called once, with the batch, and returns the pipeline's outputs for this
     batch.
 
-    The call compares the inputs that compute_loss has `added` to the batch with the inputs of the earlier call of
-    compute_loss. In a trace or a trial, it compares only sizes: a trace that compared values would depend on the
-    values, and would have to be repeated for each batch.
+    The call compares the inputs in `added` (those that compute_loss adds to the batch, or writes to) with their values
+    from the earlier call of compute_loss. In a trace or a trial, the call compares only sizes: a trace that compared
+    values would depend on the values, and would have to be repeated for each batch.
     """
 
     def __init__(
