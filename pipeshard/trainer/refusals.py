@@ -1,4 +1,4 @@
-"""Refusals: the arguments of a Trainer that a pipeline does not support, each with the alternative."""
+"""Refusals: raises errors for Trainer arguments that a pipeline does not support. Each error names an alternative."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -113,7 +113,8 @@ def refuse_precision(mixed_precision: str, name: str) -> None:
 
 
 def refuse_prepared(loader: Any, where: str) -> None:
-    """Raise UsageError for a loader of `prepare_dataloader`, since a Trainer distributes the samples itself."""
+    """Raise UsageError for a loader that `prepare_dataloader` returned, since a Trainer distributes the samples
+    itself."""
     if isinstance(loader, ResumableDataLoader):
         raise UsageError(
             f"{where} a dataloader from plugin.prepare_dataloader, which distributes the samples among the replicas "
@@ -193,7 +194,7 @@ OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrain
 
 
 def refuse_class(kind: type) -> None:
-    """Raise ConfigurationError for a TRL Trainer that is not in OF_TRL, even if one of its base classes is, and for a
+    """Raise ConfigurationError for a TRL Trainer that is not in OF_TRL (even if one of its base classes is), or for a
     subclass of Trainer that overrides `_save`."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and trl[0] not in OF_TRL:
@@ -223,8 +224,8 @@ CALLBACKS = {
 
 
 def refuse_callback(callback: Any, name: str, config: PipelineConfig) -> None:
-    """Raise ConfigurationError for a callback, or its class, that a pipelined Trainer called `name` does not support if
-    no rank holds the whole model."""
+    """Raise ConfigurationError if the callback (an object or a class) requires the whole model, but no rank holds the
+    whole model. `name` is the name of the Trainer's class."""
     if config.pp_size * config.tp_size * config.ep_size == 1 and not config.fsdp:
         return
     kind = callback if isinstance(callback, type) else type(callback)

@@ -1,8 +1,11 @@
 """Rollouts: Trainers that generate the completions on which they train, such as TRL's GRPOTrainer and RLOOTrainer.
 
-TRL's own code generates, scores and buffers completions on every rank. This module makes four changes: TRL calls the
-stages of all ranks instead of a model, gathers from replicas instead of processes, computes the size of a generation
-batch from the number of replicas, and computes rewards once per replica.
+TRL's own code generates, scores and buffers completions on every rank. This module makes four changes:
+
+- TRL calls the stages of all ranks instead of a model.
+- TRL gathers from replicas instead of processes.
+- The size of a generation batch depends on the number of replicas instead of processes.
+- Each replica computes rewards once.
 """
 
 import logging
@@ -66,7 +69,7 @@ class Rollouts:
         self._count_replicas()
 
     def _count_replicas(self) -> None:
-        """Compute the size of a generation batch from the number of replicas. TRL uses the number of processes."""
+        """Compute the size of a generation batch from the number of replicas. TRL would use the number of processes."""
         args, replicas, counted = self.args, self.pipeline.grid.dp_size, self.args.generation_batch_size
         args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
         told = (
