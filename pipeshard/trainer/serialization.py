@@ -1,7 +1,7 @@
 """Serialization: pickles values for other ranks, with references to objects that these ranks also have.
 
-Tensors are sent beside the pickle. Classes and functions are sent as names, which the receiving rank looks up in the
-modules that it has imported.
+Tensors are sent separately from the pickle. Classes and functions are sent as names, which the receiving rank looks up
+in the modules that it has imported.
 """
 
 import io
@@ -30,8 +30,8 @@ Pickled = tuple[bytes, list[tuple[Tensor, str, bool, bool]]]  # a pickle, and th
 
 
 class ValueWriter(pickle.Pickler):
-    """Pickles values for a ValueReader. `known` maps the ids of objects that other ranks also have to their paths. Each
-    path begins at one of `roots`."""
+    """Pickles values for a ValueReader. `known` maps the ids of objects to paths, at which other ranks have the same
+    objects. Each path begins at one of `roots`."""
 
     def __init__(self, known: Mapping[int, PlacePath], roots: Mapping[str, Any]) -> None:
         self.known, self.roots = known, roots

@@ -3,7 +3,7 @@
 A Trainer trains a model on windows of batches, and evaluates by calling the model on a batch. A Trainer assumes that
 every process reads different data and holds the full model. In a pipeline, the stages of a replica read the same data.
 The PipelineAccelerator therefore distributes data among replicas instead of processes, and gathers from replicas. It
-wraps no model, scales no loss, and clips by the norm of the full model.
+does not wrap models or scale losses, and it clips by the norm of the full model.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -144,8 +144,8 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(_ones, tensor, error_on_other_type=True) if self.is_muted else tensor
 
     def _refuse_uneven(self) -> None:
-        """Raise UsageError in a step in which replicas may call compute_loss different numbers of times, except in the
-        last call, which every replica makes."""
+        """Raise UsageError if replicas may call compute_loss different numbers of times in this step. The last call in
+        a step is allowed, since every replica makes it."""
         if self.uneven and not self.is_last_call:
             raise UsageError(
                 f"compute_loss gathers values from {self.num_processes} replicas before its last call in a step, but "
@@ -267,8 +267,8 @@ def _pickled(outputs: Any) -> Pickled | str:
 
 
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
-    """Context manager that turns off activation checkpointing, so that TRL does not. TRL would turn it off and on for
-    each batch of a reference model, which creates new functions and hooks: each batch would require a new trace."""
+    """Context manager that turns off activation checkpointing. Otherwise, TRL would turn it off and on for each batch
+    of a reference model, which creates new functions and hooks: each batch would require a new trace."""
     return unrecomputed(model, lambda module: bool(getattr(module, "gradient_checkpointing", False)))
 
 
