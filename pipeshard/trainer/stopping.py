@@ -18,8 +18,8 @@ FLAGS = "should_training_stop", "should_epoch_stop", "should_save", "should_eval
 
 
 def share_flags(control: Any, group: dist.ProcessGroup) -> None:
-    """Set each flag of a TrainerControl on every rank of `group` if it is set on any rank. Flags may differ between
-    ranks, since clocks differ and a callback may set a flag on the main process only."""
+    """Set each flag of a TrainerControl on every rank of `group` if the flag is set on any of these ranks. Flags may
+    differ between ranks, since clocks differ and a callback may set a flag on the main process only."""
     with calling("trainer.train, after the callbacks of a step"):
         of_ranks = meet(group, named, [bool(getattr(control, name, False)) for name in FLAGS])
     for name, flags in zip(FLAGS, zip(*of_ranks)):

@@ -123,7 +123,7 @@ class Loop(Evaluation):
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         """False, so that Trainer clips with the accelerator's method. With tp_size, some gradients are DTensors; if
-        this method returned True, Trainer would clip the gradients of each rank by their own norm."""
+        this method returned True, Trainer would clip each rank's gradients by that rank's own norm."""
         return False
 
     # models and optimizers become stages
@@ -196,7 +196,7 @@ class Loop(Evaluation):
             return None if self._loader is None else first_samples(self._loader)
 
     def _as_given(self, sample: Any) -> Any:
-        """Convert a batch of the collator to the form in which the training loop passes it to the pipeline."""
+        """Convert a batch from the collator to the form that the training loop passes to the pipeline."""
         if not isinstance(sample, Mapping):
             return sample
         return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
@@ -230,11 +230,11 @@ class Loop(Evaluation):
         return int(super().get_total_train_batch_size(args)) // self._ranks_of_replica
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """This rank's share of the operations, since Trainer sums over all ranks."""
+        """This rank's share of the floating-point operations, since Trainer sums over all ranks."""
         return float(super().floating_point_ops(inputs)) / self._ranks_of_replica
 
     def get_num_trainable_parameters(self) -> int:
-        """The number of trained parameters of the whole model, before and after it is split."""
+        """The number of trained parameters of the whole model, even after the model is split."""
         return sum(parameter.numel() for parameter in self.model.parameters() if is_trainable(parameter))
 
     @property
@@ -483,7 +483,7 @@ class Front:
         put_adapters(model, config, put)
 
     def _noted(self, make: Callable[[], Any]) -> Any:
-        """Create and record the dataloader. For the first dataloader of `train`, also share its random generators."""
+        """Create and record the dataloader. For the first dataloader of `train`, also call `share_generators`."""
         self._latest_loader = None
         loader = make()
         refuse_prepared(loader, "get_train_dataloader returns")
@@ -516,7 +516,7 @@ class Front:
             share_flags(self.control, world)
 
     def _evaluated(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate during training, and save afterwards if on_evaluate of any rank requests it."""
+        """Evaluate during training. If on_evaluate requests a save on any rank, all ranks save afterwards."""
         metrics = evaluate(*args, **kwargs)
         share_flags(self.control, self.pipeline.grid.world)
         return metrics

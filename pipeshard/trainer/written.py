@@ -1,4 +1,4 @@
-"""Written: detects writes to tensors and their gradients, such as to parameters between batches of a window."""
+"""Written: detects writes to tensors and their gradients, such as writes to parameters between batches of a window."""
 
 from collections.abc import Iterable
 
@@ -8,8 +8,8 @@ from pipeshard.graph.writes import is_written, note
 
 
 class Written:
-    """Detects whether tensors (parameters, or the tensors of a batch) or their gradients were modified in place, or the
-    gradients were replaced, since this object was created."""
+    """Detects changes to tensors (parameters, or the tensors of a batch) since this object was created: writes to the
+    tensors or to their gradients, and replaced gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
