@@ -41,7 +41,7 @@ class Trial:
     def run(self) -> "Recording":
         """Run the steps on `pp_size` processes. Returns the recording of the last step.
 
-        Raises ConfigurationError with the error of a process that failed.
+        If a process fails, raises ConfigurationError with the error of that process.
         """
         from pipeshard.engine.recording import Recording
 
@@ -86,8 +86,8 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
 
 
 def train_demo(pp_size: int, steps: int) -> list[str]:
-    """Train a llama with 8 layers and 0.6 million random parameters on `pp_size` processes, and unsplit in one process.
-    Returns one line per step with both losses.
+    """Train a randomly initialized llama with 8 layers and 0.6 million parameters, split across `pp_size` processes and
+    unsplit in one process. Returns one line per step with both losses.
 
     Raises VerificationError if the losses differ.
     """

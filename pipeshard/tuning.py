@@ -58,7 +58,8 @@ def main(kind: str, arguments: Sequence[str]) -> int:
 
 
 def refuse_no_rendezvous(settings: Namespace) -> None:
-    """Raise ConfigurationError for several machines without a rendezvous address: each would use its own localhost."""
+    """Raise ConfigurationError for several machines without a rendezvous address: each machine would use its own
+    localhost."""
     variables = {"PET_RDZV_ENDPOINT", "PET_RDZV_BACKEND", "PET_MASTER_ADDR"}
     is_given = settings.rdzv_endpoint or variables & os.environ.keys()
     if settings.nnodes > 1 and not is_given:
@@ -101,7 +102,7 @@ def check_sources(kind: str, settings: Namespace) -> None:
 
 
 def refuse_small(settings: Namespace) -> None:
-    """Raise PartitionError if the model has too few units for the stages, as the plan does."""
+    """Raise PartitionError, as a plan does, if the model has too few units for the stages."""
     from pipeshard.graph.units import find_units
     from pipeshard.schedule.schedules import num_chunks
 
@@ -160,7 +161,8 @@ def start_ranks(kind: str, settings: Namespace, arguments: Sequence[str]) -> int
 def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
     """Print how to continue a run that ended early, if the run has written a complete checkpoint to the folder.
     `earlier` are the complete checkpoints of earlier runs: if one of them has more steps than this run's newest
-    checkpoint, --resume would continue from that checkpoint."""
+    checkpoint, --resume would continue from the earlier run, so the printed option names this run's checkpoint
+    instead."""
     found = complete_checkpoints(folder)
     own = {step for step, when in found.items() if earlier.get(step) != when}
     if not own:
@@ -170,7 +172,7 @@ def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
 
 
 def complete_checkpoints(folder: str) -> dict[int, int]:
-    """The steps of the complete checkpoints in the folder, each with the time at which the checkpoint was written."""
+    """Map the step of each complete checkpoint in the folder to the time at which the checkpoint was written."""
     from pipeshard.trainer import checkpoint  # takes a second to import
 
     return checkpoint.complete_in(Path(folder))
@@ -182,7 +184,7 @@ def has_checkpoint(folder: str) -> bool:
 
 
 def quiet() -> None:
-    """Disable progress bars and FutureWarnings. TRL's own calls of transformers cause these warnings."""
+    """Disable progress bars and FutureWarnings. TRL's own calls to transformers cause these warnings."""
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
@@ -235,9 +237,9 @@ def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
     """Whether this run resumes or restarts, and whether it begins at the newest checkpoint of `folder`. Call it on all
     ranks. All ranks get the same results.
 
-    TORCHELASTIC_RESTART_COUNT differs between machines: if an agent restarts its ranks because another agent restarts,
-    the agent does not count this restart. Therefore, the ranks leave a file in the folder of their agent. Raises
-    ConfigurationError, on all ranks, if a restart by torchrun would resume from the checkpoint of another run.
+    TORCHELASTIC_RESTART_COUNT differs between machines: an agent does not count a restart that another agent has
+    caused. Therefore, the ranks leave a file in the folder of their agent. Raises ConfigurationError, on all ranks, if
+    a restart by torchrun would resume from the checkpoint of another run.
     """
     import torch.distributed as dist
 
@@ -283,7 +285,7 @@ def line(restarts: bool) -> Any:
 
 
 def print_answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
-    """Print the model's answer to `prompt` or, without one, to the prompt of the sample `row`."""
+    """Print the model's answer to `prompt` or, if `prompt` is None, to the prompt of the sample `row`."""
     asked: Any = question(row, getattr(trainer.args, "dataset_text_field", "text"))
     if prompt is not None:
         asked = [{"role": "user", "content": prompt}] if isinstance(asked, list) else prompt
