@@ -1,4 +1,4 @@
-"""Compare: compares the split model with the unsplit model after a step, including the models' saved states."""
+"""Compare: compares the split model with the unsplit model after a step, including the models' state dicts."""
 
 import contextlib
 import math
@@ -49,8 +49,8 @@ class Comparison:
     def gradients(
         self, split: Mapping[str, Sequence[HeldGradient]], unsplit: Mapping[str, Tensor | None], what: str
     ) -> None:
-        """Compare each parameter's gradients on all ranks that hold the parameter, in the order of `unsplit` (the order
-        of the backward pass), so that the first difference found is also the earliest."""
+        """Compare each parameter's gradient, on all ranks that hold the parameter, with the unsplit model's. The order
+        is that of `unsplit`, the order of the backward pass, so the first difference found is also the earliest."""
         largest = max((size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
         for name, expected in unsplit.items():
             for where, gradient in split[name]:
@@ -150,7 +150,7 @@ def size(tensor: Tensor) -> float:
 
 
 def magnitude(tensor: Tensor) -> float:
-    """The largest magnitude, or NaN if any element is NaN."""
+    """The largest magnitude of a tensor's elements, or NaN if any element is NaN."""
     if tensor.is_complex():
         return float(tensor.abs().max())
     low, high = tensor.aminmax()  # one pass without a temporary tensor
@@ -175,8 +175,9 @@ def _values_text(split: Any, unsplit: Any) -> str:
 def gradients(
     split: LocalPipeline, reference: Reference
 ) -> tuple[dict[str, list[HeldGradient]], dict[str, Tensor | None]]:
-    """The gradients of the split model (by name, for each rank that holds the parameter) and of the unsplit model, in
-    the order of the backward pass. The gradients of tied parameters are already summed."""
+    """Return the gradients of the split model and of the unsplit model, by parameter name, in the order of the backward
+    pass. For the split model, each name has a list with one gradient per rank that holds the parameter. The gradients
+    of tied parameters are already summed."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:
@@ -199,8 +200,9 @@ def compare_state(
     fickle: Callable[[], Collection[str]],
     replica: int,
 ) -> None:
-    """Compare buffers, and state that forwards have left on modules, on the stages that hold the modules. The
-    attributes that `fickle()` returns may differ. `fickle` is called only if an attribute differs."""
+    """Compare buffers, and state that forwards have left on modules, with the unsplit model's. Each buffer and module
+    of the split model is read on the stage that owns it. The attributes that `fickle()` returns may differ. `fickle` is
+    called only if an attribute differs."""
     buffers = dict(reference.model.named_buffers())
     mine = {name: split.of(name, replica).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
@@ -231,7 +233,8 @@ def differing_attributes(one: nn.Module, other: nn.Module) -> frozenset[str]:
 
 
 def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: Reference, when: str) -> None:
-    """Compare parameters on all stages that hold them, and the saved state."""
+    """Compare each parameter, on every stage that holds it, and each entry of the state dict with the unsplit
+    model's."""
     of_ranks = [split.trained(rank) for rank in split.ranks]
     for name, parameter in reference.own.trained().items():
         for own in of_ranks:

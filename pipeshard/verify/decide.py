@@ -111,11 +111,15 @@ def prove_at_boost(
     """Prove a model on the first rank if `config.verify` requests a proof, or inside `alone()`. Call this function on
     every rank before sharding.
 
-    Returns two texts, for padded samples with an attention_mask and without one. Each text says how slices of the
-    samples differ from whole samples or fail, or is "" if neither was found. On all ranks, raises VerificationError if
-    the split model differs or samples depend on each other, BatchError if a microbatch does not run by itself,
-    ConfigurationError if slices could not be compared or the model has batch norms that normalize slices, and Proven
-    inside `alone()`.
+    Returns two texts: the first is for padded samples with an attention_mask, the second for padded samples without
+    one. Each text says how slices of the samples differ from whole samples or fail, or is "" if neither was found.
+
+    Raises, on all ranks:
+
+    - VerificationError if the split model differs, or if samples depend on each other.
+    - BatchError if a microbatch does not run by itself.
+    - ConfigurationError if slices could not be compared, or if the model has batch norms that normalize slices.
+    - Proven inside `alone()`.
     """
     norms = _batch_norms(model, trains=optimizer is not None)
     if config.has_slices and (of_slices := _reached(norms, config, grid, model, optimizer, criterion, sample)):
@@ -263,7 +267,7 @@ def _batch_norms(model: nn.Module, trains: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model in evaluation mode is in training mode."""
+    """Context manager in which the model is in training mode. On exit, a model in evaluation mode is restored."""
     with contextlib.nullcontext() if model.training else preserving(model):
         if not model.training:
             model.train()
@@ -396,8 +400,8 @@ def _say(proof: Proof, name: str, split: str, is_asked: bool) -> None:
 
 
 def _copies(pp_size: int, replicas: int) -> int:
-    """The largest number of copies of the parameters during a proof. A proof reaches this number after a step of the
-    split model, or at the start of such a step, when each rank has a full model and the unsplit model has run a
+    """The largest number of copies of the parameters during a proof. A proof reaches this number either at the start of
+    a step of the split model (each rank then has a full model, and the unsplit model has run a step), or after this
     step."""
     of_replica, beside = COPIES
     return max(of_replica * replicas + beside, pp_size * replicas + 3)
