@@ -104,8 +104,8 @@ class LocalPipeline:
         self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement
 
     def _trace(self, *of_copy: Any) -> tuple[Batch, Dataflow]:
-        """Trace a copy of the model. If the trace of the first copy fits all copies, they share it: a trace takes
-        longer than all other preparations of a rank."""
+        """Trace a copy of the model. If the trace of the first copy fits all copies, all copies share this trace, since
+        a trace takes longer than all other preparations of a rank."""
         if self._traced is not None:
             return self._traced
         sample, flow = traced(*of_copy)

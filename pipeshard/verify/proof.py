@@ -1,4 +1,4 @@
-"""Proof: compares a few steps of all stages, run in this process, with the unsplit model on the same samples."""
+"""Proof: compares a few steps of all stages (run in this process) with the unsplit model's on the same samples."""
 
 import functools
 import logging
@@ -116,9 +116,9 @@ def prove(
     large: Large | None = None,
     steps: int = 2,
 ) -> Proof:
-    """Train copies of a model, split and unsplit, for `steps` steps with different samples, and compare the copies. The
+    """Train split and unsplit copies of a model for `steps` steps with different samples, and compare the copies. The
     model itself is not boosted yet. The user's objects do not change. The copies are in evaluation mode with
-    microbatch_tokens, and with num_slices if the model uses random numbers. Otherwise, with an optimizer, they are in
+    microbatch_tokens, or with num_slices if the model uses random numbers. Otherwise, with an optimizer, they are in
     training mode.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
@@ -256,7 +256,7 @@ class _Proving:
         return f"no smaller copy of the model could be verified instead ({why})"
 
     def _compare_few_or_all(self) -> None:
-        """Compare a few samples or, if a few do not run, all samples split as in training. A few samples may not run if
+        """Compare a few samples or, if these do not run, all samples split as in training. A few samples may not run if
         the batch contains indices that refer to other samples, such as the edges of a graph."""
         try:
             self._compare_both()
@@ -479,7 +479,8 @@ class _Proving:
         return own, self._criterion(own)
 
     def _located(self, difference: Different) -> Different:
-        """The error, extended by the unit or part of the step where the difference begins, if this can be found."""
+        """Return the error with a sentence that names the unit or the part of the step where the difference begins, if
+        this can be found."""
         is_update, optimizer = difference.part == "update", self.given.optimizer
         if not difference.part or (is_update and (optimizer is None or never_couples(optimizer))):
             return Different(str(difference))
