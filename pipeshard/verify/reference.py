@@ -114,7 +114,7 @@ class Copies:
 
     @property
     def trains_in_part(self) -> bool:
-        """Whether there is an optimizer, but it does not train all trainable parameters of the model."""
+        """Whether there is an optimizer that does not train all trainable parameters of the model."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         trained = {parameter for group in groups for parameter in group["params"]}
         return bool(trained) and any(p.requires_grad and p not in trained for p in self.model.parameters())
@@ -166,7 +166,7 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
 
 
 def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
-    """Copy the hooks and attributes of a parameter to a copy of it, since deepcopy omits both."""
+    """Copy the hooks and attributes of a parameter to the parameter's copy, since deepcopy omits both."""
     new.__dict__.update(copy.deepcopy(vars(old), memo))
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(copy.deepcopy(hook, memo))
@@ -185,7 +185,7 @@ def generators(device: torch.device) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Context manager that restores random generators on exit, and computes without TF32. It suppresses warnings and
-    log messages (except DEBUG), since boost issues the same ones."""
+    log messages (except DEBUG), since boost issues the same warnings and messages."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return record.levelno < logging.INFO

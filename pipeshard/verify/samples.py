@@ -1,4 +1,4 @@
-"""Samples: chooses the samples of a batch for each step of a proof, and splits them into microbatches of replicas."""
+"""Samples: chooses samples from a batch for each step of a proof, and splits them into microbatches of replicas."""
 
 from dataclasses import dataclass
 

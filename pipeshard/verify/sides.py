@@ -33,7 +33,7 @@ ONE_PART = Weights([1.0])
 
 @dataclass(frozen=True)
 class StepCut:
-    """The split of a step: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
+    """How a step was split: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
     of units, and the units. `found` is set if the whole batch gave the same result as the microbatches."""
 
     step: int
@@ -53,8 +53,8 @@ class Undivided:
 
 
 class Sides:
-    """The split model, a copy of the unsplit model for each replica, and possibly an `undivided` model, until its
-    result differs. `fickle()` returns the attributes that differ between two runs of one model."""
+    """The split model, and a copy of the unsplit model for each replica. `undivided` may be a further copy, which is
+    removed once its result differs. `fickle()` returns the attributes that differ between two runs of one model."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class Sides:
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare the unsplit model's loss and gradients on the whole batch with its loss and gradients on the
-        microbatches, which `step` has compared with the split model. Return None if the two differ, if there is
-        no undivided model, or if this is a later step with the same samples as the first step."""
+        microbatches. (`step` has already compared the latter with the split model's.) Return None if the two differ, if
+        there is no undivided model, or if this is a later step with the same samples as the first step."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None
