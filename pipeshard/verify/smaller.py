@@ -1,4 +1,4 @@
-"""Smaller: builds copies of a large model with fewer and narrower layers, which are proven instead of the model.
+"""Smaller: builds smaller copies of a large model (fewer and narrower layers), which are proven instead of the model.
 
 Whether a split is exact depends on the code of a model: the code of its class, of its kinds of layers, and of the
 user's additions. The number and width of the layers do not matter. A copy therefore keeps every kind of layer, two
@@ -57,8 +57,8 @@ class Smaller:
 
 
 def smaller(given: Copies, stages: int, most: float, device: torch.device) -> Iterator[Callable[[], Smaller]]:
-    """Yield functions that build smaller copies of a model, small ones first. The parameters of a copy take at most
-    `most` bytes in fp32.
+    """Yield functions that build smaller copies of a model. Functions for smaller copies come first. The parameters of
+    a copy take at most `most` bytes in fp32.
 
     A function raises Unlike for an unsuitable copy, or the model's own error if a copy of this size cannot be built.
     """
@@ -118,7 +118,8 @@ def _refuse_large(parameters: Iterable[nn.Parameter], most: float, copied: str =
 
 
 def _ids(given: Copies, config: Any) -> Tensor | None:
-    """The sorted token ids of the sample and the config, as a smaller vocabulary. None without ids or a vocabulary."""
+    """The sorted token ids of the sample and the config, as a smaller vocabulary. None if the sample has no token ids,
+    or the config has no vocabulary."""
     leaves = [leaf.flatten().cpu() for _, leaf in _id_leaves(given)]
     if not leaves or not has_vocabulary(config):
         return None
@@ -195,8 +196,9 @@ def _dropped() -> nn.Parameter:
 
 
 def _check_alike(model: nn.Module, built: nn.Module) -> None:
-    """Raise Unlike if `built`, a smaller copy of `model`, has a new module or parameter, lacks a kind of module, ties
-    different weights, or differs in the class of a module or the ndim of a parameter."""
+    """Raise Unlike if `built`, a smaller copy of `model`, has a module or parameter that `model` lacks, lacks a kind of
+    module that `model` has, ties other weights than `model`, or differs from `model` in a module's class or a
+    parameter's number of dimensions."""
     theirs, own = dict(model.named_modules()), dict(built.named_modules())
     for path, module in own.items():
         if path not in theirs or type(theirs[path]) is not type(module):
@@ -218,7 +220,7 @@ def _check_alike(model: nn.Module, built: nn.Module) -> None:
 
 
 def _anywhere(path: str) -> str:
-    """The path of a module without the numbers of layers or experts."""
+    """The path of a module with * in place of the numbers of layers or experts."""
     return re.sub(r"\d+", "*", path)
 
 
@@ -238,7 +240,8 @@ def _memo(model: nn.Module, built: nn.Module) -> dict[int, Any]:
 
 
 def _adopt(model: nn.Module, built: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy the attributes and hooks of modules and parameters, and their requires_grad, to a smaller model."""
+    """Copy the attributes and hooks of modules and parameters, and the parameters' requires_grad, to a smaller
+    model."""
     theirs, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for path, module in built.named_modules():
         _adopt_settings(theirs[path], module, memo)

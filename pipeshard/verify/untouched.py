@@ -1,4 +1,4 @@
-"""Untouched: restores the objects that the user's code can reach, after a proof.
+"""Untouched: after a proof, restores the objects that the user's code can reach.
 
 A proof runs copies, but these copies share some objects with the user's code: the globals that functions read, and
 objects without model state, such as files. `untouched` therefore restores the Python state, the values and gradients of

@@ -82,8 +82,8 @@ class WholeFound:
 
 
 class WholeBatch:
-    """Compares copies of the unsplit model. `make(dtype)` creates a copy. `draws` is whether the model uses random
-    numbers.
+    """Compares copies of the unsplit model on a whole batch and on the batch's microbatches. `make(dtype)` creates a
+    copy. `draws` is whether the model uses random numbers.
 
     `note` is called regularly. `differs` is called after an apparent difference, before comparisons in other modes.
     """
@@ -97,9 +97,9 @@ class WholeBatch:
     def compare(
         self, batch: Batch, weights: Weights, by_loss: bool = True, by_outputs: bool = True, units: Sequence[str] = ()
     ) -> WholeFound:
-        """Compare `batch` with its microbatches, whose losses have these `weights`. `by_loss` compares the loss and its
-        gradients. If these differ or are not compared, `by_outputs` compares an objective of the outputs, and its
-        gradients. Raises Coupled for a difference in the last comparison.
+        """Compare `batch` with its microbatches, whose losses have these `weights`. With `by_loss`, compares the loss
+        and its gradients. With `by_outputs`, if these differ or are not compared, compares an objective of the outputs,
+        and its gradients. Raises Coupled for a difference in the last comparison.
 
         Both comparisons are needed if a part of the loss comes from side outputs of layers (router logits), since this
         part is computed per microbatch. Only the outputs can be compared if the weights are unknown.
@@ -156,8 +156,8 @@ class WholeBatch:
         return ""
 
     def _attempt(self, way: RunMode) -> str:
-        """The difference, if it is also found in fp64: a higher precision reduces rounding errors, but not other
-        differences. If the model does not run in fp64, only a difference that rounding cannot cause counts."""
+        """The difference, or "" if it is not also found in fp64: a higher precision reduces rounding errors, but not
+        other differences. If the model does not run in fp64, only a difference that rounding cannot cause counts."""
         try:
             why = self._once(way)
         except (Unproven, NoLoss):
@@ -256,8 +256,8 @@ class WholeBatch:
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
     def _choose(self) -> list[int]:
-        """The number of elements of each output, or 0 if the outputs of the microbatches together have a different
-        number of elements."""
+        """For each output, the number of elements for the whole batch, or 0 if the microbatches' outputs have a
+        different total. Empty if the number of outputs differs."""
         self.chosen = []
         sizes = [self._sizes(batch) for batch in (self.batch, *self.parts)]
         if len({len(one) for one in sizes}) > 1:
@@ -347,8 +347,8 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
 
 def moves(before: Copies, whole: Copies, parts: Copies, m: int) -> bool:
     """Whether a counter (an integer of a module or the criterion) or a buffer depends on the number of microbatches.
-    `whole` has run one forward of a batch, and `parts` has run the batch's m microbatches. A counter or buffer is also
-    detected if the loss of these runs does not depend on it."""
+    `whole` has run one forward of a batch, and `parts` has run the batch's m microbatches. A counter or buffer is
+    detected even if the loss of these runs does not depend on it."""
     start, of_whole, of_parts = (_counters(own) for own in (before, whole, parts))
     if any(of_parts.get(place, n) - n == m * (of_whole.get(place, n) - n) != 0 for place, n in start.items()):
         return True
@@ -362,7 +362,7 @@ def moves(before: Copies, whole: Copies, parts: Copies, m: int) -> bool:
 
 
 def _counters(own: Copies) -> dict[tuple[int, str], int]:
-    """The integers among the attributes of modules and the criterion, by the number of the object and the name."""
+    """The integers among the attributes of modules and the criterion, by (number of the object, attribute name)."""
     criterion = own.criterion.modules() if isinstance(own.criterion, nn.Module) else [own.criterion]
     objects = [attributes(module) for module in own.model.modules()]
     objects += [dict(getattr(one, "__dict__", {})) for one in criterion]
