@@ -211,7 +211,7 @@ def style_of(name: str, by: str = "tp") -> Any:
 def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[str, str]:
     """The styles inside a sharded layer with LoRA: a colwise layer shards lora_B, and a rowwise layer shards lora_A.
 
-    Raises ConfigurationError for other adapters, for variants such as DoRA, which need full matrices, and for dropout
+    Raises ConfigurationError for other adapters, for variants that need full matrices (such as DoRA), and for dropout
     before a rowwise layer.
     """
     matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style, "")
@@ -334,12 +334,12 @@ def _connected(module: Any, plain: Any) -> Any:
 
 
 class LatentProjection:
-    """The style of the first projection in multi-head latent attention, which each rank computes in full.
+    """The style of the first projection in multi-head latent attention. Each rank computes the full projection.
 
-    The first features, the latent, are the input of a colwise layer, which sums their gradients over the ranks. The
-    last features, the rotary key, go directly to each rank's own heads, so this style sums their gradients.
-    transformers' own style reads the number of rotary features from a config that only transformers' loading assigns to
-    the module.
+    The projection's first features (the latent) are the input of a colwise layer, which sums the gradients of these
+    features over the ranks. The last features (the rotary key) go directly to each rank's own heads, so this style sums
+    their gradients. transformers' own style reads the number of rotary features from a config that only transformers'
+    loading assigns to the module.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Ties: parameters with several names, and the stages that hold and own each parameter.
 
 Architectures list their tied weights in different ways, or not at all. For a model on meta or with adapters, these
-lists are out of date. Two names of one object are trained as one parameter, so only object identity counts here.
+lists are out of date. Two names of one object are trained as one parameter, so pipeshard identifies ties by object
+identity instead.
 
 A stage holds a parameter if the stage runs one of the parameter's units, or if the stage's glue reads the parameter. So
 several stages may hold a tied weight. In addition, one process may run several parts of the model. To save, compare or
@@ -92,10 +93,10 @@ def share_weights(
     """Tie the parameters of each group of names to the group's first parameter. Return a dict from each replaced
     parameter to its replacement.
 
-    Groups that have a parameter in common are merged. If values differ, the values of the first parameter are kept,
-    with a warning if `warns`. Raises ConfigurationError if a group is invalid, if a name is unknown (the error suggests
-    similar names), or if the shapes or dtypes in a group differ. `argument` is the name of the argument in errors and
-    warnings.
+    Groups that have a parameter in common are merged. If the values in a group differ, the values of the first
+    parameter are kept, with a warning if `warns`. Raises ConfigurationError if a group is invalid, if a name is unknown
+    (the error suggests similar names), or if the shapes or dtypes in a group differ. `argument` is the name of the
+    argument in errors and warnings.
     """
     became: dict[nn.Parameter, nn.Parameter] = {}
     for names in groups:
@@ -215,8 +216,8 @@ class Ownership:
 
 
 def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
-    """Raise ConfigurationError for two parameters that overlap in memory, but are not held by the same stages: a write
-    to one parameter would not change the other."""
+    """Raise ConfigurationError if two parameters overlap in memory, but are not held by the same stages: a write to one
+    parameter would not change the other."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
@@ -238,8 +239,8 @@ def held_parameters(
     model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], num_stages: int
 ) -> list[set[str]]:
     """The first names of the parameters that each stage holds: all parameters of its units, and the parameters that its
-    glue reads. An unused parameter is on the last stage that holds the nearest used parameter registered before it. If
-    several stages hold the same name, these stages share the parameter.
+    glue reads. An unused parameter is stored with the nearest used parameter registered before it, on the last stage
+    that holds that parameter. If several stages hold the same name, these stages share the parameter.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     held: list[set[str]] = [set() for _ in range(num_stages)]
