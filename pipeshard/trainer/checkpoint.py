@@ -50,7 +50,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 @together_in("trainer.save_model")
 def save_weights(model: PipelineModel, folder: Path) -> Stamps:
-    """Save the model, or its adapters, to a folder that `from_pretrained` loads. Call it on all ranks. Returns the
+    """Save the model, or its adapters, to a folder that `from_pretrained` can load. Call it on all ranks. Returns the
     `stamps` of the files that were in the folder before the save, or {} on ranks other than the first."""
     grid = model.pipeline.grid
     refuse_unwrapped_adapters(model.unwrap())
@@ -103,8 +103,8 @@ def save_state(
 ) -> None:
     """Write `folder/pipeline`, and a manifest of the files that this save has written. Call it on all ranks.
 
-    `before` is the result of `save_weights`. The manifest omits files in `before` that have not changed since, because
-    callbacks and Trainer may rewrite these files later.
+    `before` is the result of `save_weights`. The manifest omits files in `before` that this save has not changed,
+    because callbacks and Trainer may rewrite these files later.
     """
     grid = model.pipeline.grid
     random = random_states(grid)
@@ -126,7 +126,7 @@ def save_state(
 @together_in("trainer.load_state")
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
     """Restore the weights, the optimizer and the LR schedule. Return this rank's saved random state or, if the sizes of
-    the grid have changed, the first rank's random state."""
+    the grid have changed since the save, the first rank's."""
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)

@@ -142,7 +142,7 @@ class Evaluation(Trainer):
         return getattr(own, "__func__", None) is not Trainer.compute_loss
 
     def _count_last(self, inputs: Any) -> None:
-        """In the last batch of a stream, set accelerate's `remainder` to the number of samples (0 for a full batch).
+        """In the last batch of a stream, set accelerate's `remainder` to the batch's number of samples (0 if full).
 
         Trainer repeats each batch's loss eval_batch_size times. For the last batch, accelerate truncates the repetition
         to `remainder`. accelerate derives `remainder` from the dataset's length, but a stream has no length.
