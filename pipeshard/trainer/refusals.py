@@ -104,7 +104,7 @@ def _refuse_uneven(args: TrainingArguments, config: PipelineConfig, name: str) -
 
 
 def refuse_precision(mixed_precision: str, name: str) -> None:
-    """Raise ConfigurationError for a mixed precision of `accelerate launch` that stages do not support."""
+    """Raise ConfigurationError if stages do not support the mixed precision that `accelerate launch` has set."""
     if mixed_precision not in ("no", "bf16", "fp16"):
         raise ConfigurationError(
             f"{name} does not support the mixed precision {mixed_precision!r} of `accelerate launch`: set bf16=True in "
@@ -141,7 +141,8 @@ def refuse_split(model: nn.Module, name: str) -> None:
 
 
 def refuse_other_arguments(config: PipelineConfig, other: PipelineConfig, name: str) -> None:
-    """Raise ConfigurationError if a Trainer called `name` would run stages that were created with other arguments."""
+    """Raise ConfigurationError if a Trainer called `name` would run stages that were created with arguments other than
+    its own."""
     if (argument := differing(config, other)) is not None:
         raise ConfigurationError(
             f"another Trainer has split this model with {argument}={getattr(config, argument)!r}, but {name} needs "

@@ -96,8 +96,8 @@ class Rollouts:
             )
 
     def boosted_model(self, model: Any) -> Any:
-        """Return the stages of a model. For a reward model, return the unsplit model, moved to the rank's device if the
-        rank computes rewards."""
+        """Return the stages of a model. For a reward model, return the unsplit model, which is first moved to the
+        rank's device if this rank computes rewards."""
         if any(model is one for one in self.reward_funcs):
             assert isinstance(model, nn.Module)
             return model.to(self.args.device) if self._computes_rewards else model
