@@ -204,7 +204,7 @@ class PipelineAccelerator(Accelerator):
         return optimizer.clip_grad_by_norm(max_norm, norm_type)
 
     def _refuse_some(self, parameters: Iterable[Tensor], optimizer: PipelineOptimizer) -> None:
-        """Raise UsageError, on every rank, if `optimizer` on some rank updates a parameter that has a gradient but is
+        """Raise UsageError, on every rank, if `optimizer` on any rank updates a parameter that has a gradient but is
         not in `parameters`."""
         given = {*optimizer.gradients.names_of(parameters).values()}
         missing = [name for name in optimizer.names.values() if name not in given]
@@ -287,7 +287,7 @@ class ModuleStandIn:
 
 class KeptStages:
     """Keeps the stages of a model for later Trainers, as long as the model exists. A copy of the model contains None
-    instead, since process groups can be neither copied nor pickled."""
+    instead of the stages, since process groups can be neither copied nor pickled."""
 
     def __init__(self, boosted: PipelineModel) -> None:
         self.boosted = boosted

@@ -31,7 +31,8 @@ def share_flags(control: Any, group: dist.ProcessGroup) -> None:
 class StopTogether(JITCheckpointCallback):
     """Saves and stops after a step in which any rank has received a termination signal. transformers' own callback
     saves on each rank when the rank receives the signal. Ranks may then save at different steps, or between a step's
-    backward and update. A resumed run would repeat this step with different random numbers."""
+    backward and update. A run that resumes from such a save would repeat the step with random numbers that differ from
+    the original ones."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
