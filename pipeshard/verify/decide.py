@@ -1,4 +1,4 @@
-"""Decide: chooses which models boost proves, and logs the result."""
+"""Decide: decides whether boost proves a model, and logs the result of the proof."""
 
 import contextlib
 import inspect
@@ -249,7 +249,7 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
 
 def _of_padding(proof: Proof, other_runs: bool) -> str:
     """The end of the sentence "slices with padding ...", or "" if the proof of padded samples does not show that slices
-    are the cause of a difference or an error. `other_runs` is whether slices run with the sample's own padding."""
+    cause a difference or an error. `other_runs` is whether slices run with the sample's own padding."""
     if proof.kind == DIFFERENT:
         return f"do not train the same as whole sequences: {proof.reason}"
     if proof.one_sided and not other_runs:

@@ -40,8 +40,8 @@ class Limit:
 
     @contextmanager
     def measuring(self, model: nn.Module, steps: int) -> Iterator[None]:
-        """Context manager for the first step of the unsplit model. Times the second layer of the ModuleList with the
-        most parameters at each of its calls (the first layer also initializes libraries), and raises TooMuch if `steps`
+        """Context manager for the first step of the unsplit model. Times each call of the second layer of the
+        ModuleList with the most parameters (the first layer also initializes libraries). Raises TooMuch if `steps`
         steps would take too long."""
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
         layers = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=None)

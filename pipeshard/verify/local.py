@@ -167,8 +167,8 @@ class LocalPipeline:
         self._run(lambda rank: self.ranks[rank].boost())
 
     def trained(self, rank: LocalRank) -> dict[str, nn.Parameter]:
-        """The model's parameters on a rank and, on the rank that computes the loss, the other tensors that its
-        optimizer trains, by name."""
+        """The parameters that a rank holds, by name. On the rank that computes the first replica's loss, also the other
+        tensors that the optimizer trains."""
         return rank.held | (rank.foreign if rank is self.last() else {})
 
     def optimize(self, gradients: Mapping[str, Tensor | None], optimizers: Sequence[Any]) -> list[float]:
