@@ -122,12 +122,12 @@ def prove(
     training mode.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
-    parameters after the optimizer's step, and the saved state. It also compares the unsplit model on the whole batch
+    parameters after the optimizer's step, and the state dict. It also compares the unsplit model on the whole batch
     with itself on the microbatches. `note` is called regularly. If `large` is given, or the model takes longer than
-    `seconds`, the proof splits a smaller copy instead. Without a smaller copy, or if the copy also takes too long, the
-    proof only compares the outputs of a few samples with the outputs of the same samples in microbatches. Each of the
-    two fallbacks may take `seconds`, or STEPS_MORE steps if these take longer. After a difference is found, the time is
-    not limited.
+    `seconds`, the proof splits a smaller copy instead. If no smaller copy runs, or if the copy also takes too long, the
+    proof only compares outputs: the outputs of a few samples in one batch, and of the same samples in microbatches.
+    Each of the two fallbacks may take `seconds`, or STEPS_MORE steps if these take longer. After a difference is found,
+    the time is not limited.
     """
     precision = Precision(config.precision, config.autocast, device)
     if any(parameter.dtype is precision.dtype for parameter in model.parameters()):
@@ -204,8 +204,8 @@ class _Proving:
         raise TooMuch(why)
 
     def _too_much(self) -> str | None:
-        """Compare, and return the reason if the comparison takes too much time or memory. Returns the message instead
-        of the error, since the error's traceback would keep the copies in memory."""
+        """Make the comparison. If it takes too much time or memory, return the reason, otherwise None. Returns the
+        message instead of the error, since the error's traceback would keep the copies in memory."""
         try:
             self._compare_few_or_all()
         except TooMuch as error:
@@ -325,7 +325,8 @@ class _Proving:
 
     def _try(self) -> None:
         """Run a step of the unsplit model, to measure the step's duration and to find out whether the model uses
-        random numbers. Raises Fails if the model does not run, and Unproven if it has no finite loss."""
+        random numbers. Raises Fails if the model does not run, and Unproven if the model has no loss, or a loss that is
+        not finite."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), self.limit.elapsed
         tried, loss = self._unsplit(is_first=True)
