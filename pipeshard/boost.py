@@ -143,8 +143,8 @@ def _follow_ties(optimizer: Optimizer, pipeline: Pipeline) -> None:
 def _searched(
     config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch, num_batches: int
 ) -> PipelineConfig:
-    """Search for a schedule and cuts for this model, with the same result on every rank. Returns the config with this
-    result."""
+    """Search for a schedule and cuts for this model, and return the config with the result, which is the same on every
+    rank."""
     p, of_batch = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
     devices = Devices.parse(p, config.memory_limit, limit="memory_limit")
     precision = config.precision if config.lowers else "fp32"
@@ -233,7 +233,8 @@ def _warn_of_uneven(policy: Policy) -> None:
 def boost_optimizer(
     model: PipelineModel, optimizer: Any, kind: type[PipelineOptimizer] = PipelineOptimizer
 ) -> PipelineOptimizer | None:
-    """Restrict an optimizer to the parameters that this rank holds. A boosted optimizer is only checked."""
+    """Restrict an optimizer to the parameters that this rank holds. If the optimizer is already boosted, only check
+    that booster.boost returned it for this model."""
     pipeline = model.pipeline
     if optimizer is None:
         return None

@@ -37,15 +37,16 @@ class Selection(NamedTuple):
 class Batch:
     """One batch as a flat list of leaves.
 
-    `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones, any other
-    object as a single argument. `rows` is the number of samples. `row_dims[k]` is the dimension of leaf k that counts
-    the samples (for a list or array with one entry per sample: 0), or None. In some leaves with None, dimension 0 (or
-    the last dimension) counts entries such as images: `owners` maps the path of such a leaf to the number of entries of
-    each sample, or to () if unknown. Every microbatch receives all other leaves with None in full (a scalar,
-    a (1, 1, s, s) mask, a string, ...). The model is called with the first `taken` positional entries (None: all). A
-    criterion receives all entries. The leaves at the paths `exact` keep their precision if the model is cast to 16
-    bits. `entry` names the module that is called with the batch, or "" for the model itself. `selection` is the part of
-    the batch that a microbatch contains, or None if this part is consecutive samples with all their positions.
+    `data` is the model's input. A mapping is passed as keyword arguments, a tuple or list as positional arguments, and
+    any other object as the only argument. `rows` is the number of samples. `row_dims[k]` is the dimension of leaf k
+    that counts the samples (for a list or array with one entry per sample: 0), or None. If `row_dims[k]` is None,
+    dimension 0 or the last dimension may count entries, such as images. `owners` maps the path of such a leaf to each
+    sample's number of entries, or to () if these numbers are unknown. Every microbatch receives all other leaves
+    without a row dimension in full (a scalar, a (1, 1, s, s) mask, a string, ...). The model is called with the first
+    `taken` positional entries (None: all). A criterion receives all entries. The leaves at the paths `exact` keep their
+    precision if the model is cast to 16 bits. `entry` names the module that is called with the batch, or "" for the
+    model itself. `selection` is the part of the full batch that this microbatch contains, or None for consecutive
+    samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -68,8 +69,8 @@ class Batch:
         lists: dict[str, bool] | None = None,
     ) -> Self:
         """Create a Batch from the result of a dataloader. `main_input` names the leaf whose dimension 0 (or declared
-        dimension) counts the samples; `declared` has the batch dimensions that the user has declared, by path. `lists`
-        records by path which lists of tensors have one entry per sample, if known, and is updated.
+        dimension) counts the samples. `declared` maps paths to the batch dimensions that the user declared. `lists`
+        maps the paths of known lists of tensors to whether they have one entry per sample. This call updates `lists`.
 
         Raises BatchError if the batch has no tensor or no sample, if it has a nested tensor or an ambiguous list, or if
         a declared dimension does not count the samples.
@@ -131,7 +132,8 @@ class Batch:
         )
 
     def call(self, model: nn.Module | Callable[..., Any]) -> Any:
-        """Call `model`, or its module `entry`, with this batch, except the entries that only the criterion receives."""
+        """Call `model`, or its module `entry`, with this batch. Entries that only the criterion receives are
+        omitted."""
         data = self.data
         if self.entry:
             assert isinstance(model, nn.Module)
@@ -155,26 +157,28 @@ class Batch:
         return replace(self, leaves=leaves, rows=next(rows, self.rows))
 
     def without(self, paths: Collection[str]) -> Self:
-        """This batch with None instead of the leaves at these paths."""
+        """This batch with the leaves at these paths replaced by None."""
         leaves = tuple(None if path in paths else leaf for path, leaf in zip(self.paths, self.leaves, strict=True))
         return replace(self, leaves=leaves)
 
     def counted(self, dims: BatchDims) -> Self:
-        """This batch with the row dimensions of some leaves replaced by `dims` (by path; None: no row dimension)."""
+        """This batch with some row dimensions replaced. `dims` maps paths to the new dimensions (None: no row
+        dimension)."""
         pairs = zip(self.paths, self.row_dims, strict=True)
         owners = {path: counts for path, counts in self.owners.items() if path not in dims}
         return replace(self, row_dims=tuple(dims.get(path, dim) for path, dim in pairs), owners=owners)
 
     def owned(self, owners: Mapping[str, tuple[int, ...]]) -> Self:
-        """This batch with these `owners`; the leaves with owners have no row dimension."""
+        """This batch with these `owners`. Leaves with owners have no row dimension."""
         return replace(self.counted(dict.fromkeys(owners)), owners=owners)
 
     def to(self, device: torch.device) -> Self:
-        """This batch on a device."""
+        """This batch with all tensors on `device`."""
         return self.converted(lambda _, tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
     def converted(self, fn: Callable[[str, Tensor], Tensor]) -> Self:
-        """This batch with each tensor, also inside lists, replaced by fn(the leaf's path, tensor) of the same shape."""
+        """This batch with each tensor, including tensors inside lists, replaced by the tensor of the same shape that
+        fn(the leaf's path, tensor) returns."""
 
         def convert(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) and not has_tensors(leaf):
@@ -184,7 +188,8 @@ class Batch:
         return replace(self, leaves=tuple(map(convert, self.paths, self.leaves)))
 
     def copied(self, paths: Collection[str]) -> Self:
-        """This batch with copies of the tensors at these paths, also inside lists. Copies each tensor only once."""
+        """This batch with copies of the tensors at these paths, including tensors inside lists. Copies each tensor only
+        once."""
         copies: dict[Any, Tensor] = {}
 
         def copy(path: str, tensor: Tensor) -> Tensor:
@@ -212,8 +217,8 @@ class Batch:
     def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
         """Split into microbatches of consecutive samples, as views.
 
-        With `num_microbatches`, sizes differ by at most one (and there are at most as many microbatches as
-        samples). With `microbatch_size`, sizes are equal; only the last microbatch may be smaller.
+        With `num_microbatches`, sizes differ by at most one. There are never more microbatches than samples. With
+        `microbatch_size`, all microbatches have this size, except that the last one may be smaller.
         """
         sizes = split_sizes(self.rows, num_microbatches, microbatch_size)
         return [self._narrow(end - size, size) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
@@ -230,7 +235,8 @@ class Batch:
         return self._pick(rows, view)
 
     def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, Sequence[int]], Tensor]) -> Self:
-        """A batch of these samples. `select(leaf, dimension, indices)` returns a tensor's entries at these indices."""
+        """A batch of the samples with the indices `rows`. `select(leaf, dimension, indices)` returns a tensor's entries
+        at `indices`."""
 
         def pick(path: str, leaf: Any, dim: int | None) -> Any:
             if is_entries(leaf, dim):
@@ -275,8 +281,9 @@ def _read_leaves(
     """The paths, leaves and tree of a batch, and the path of the leaf that counts the samples, if known. A list with
     one tensor (or one mapping of tensors) per sample is a single leaf.
 
-    `known` records by path which lists of earlier batches have one entry per sample, and is updated. Raises BatchError
-    if a list is ambiguous, or if the length of a list with one entry per sample is not the number of samples.
+    `known` maps the paths of lists in earlier batches to whether they have one entry per sample. This call updates
+    `known`. Raises BatchError if a list is ambiguous, or if the length of a list with one entry per sample is not the
+    number of samples.
     """
     lists: dict[str, Sequence[Any]] = {}
     paths, leaves, tree = flatten(data, lambda path, entries: bool(lists.update({path: entries})))
@@ -296,12 +303,16 @@ def _read_leaves(
 
 
 def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, known: Mapping[str, bool]) -> list[str]:
-    """The lists with one entry per sample, if all tensors of the batch are in lists. If no list is certain, returns an
-    empty list, or raises BatchError (see `_refuse_unclear`).
+    """The lists with one entry per sample, in a batch whose tensors are all in lists. If no list certainly has one
+    entry per sample, returns an empty list, or raises BatchError (see `_refuse_unclear`).
 
-    A list is certain if it is declared or known, if its entries are mappings and the tensors of the batch have
-    different numbers of rows, or if its entries differ only in their number of rows, like boxes. If a list is certain,
-    the result also includes all other lists of this length.
+    A list certainly has one entry per sample in any of these cases:
+
+    - The list is declared or known.
+    - Its entries are mappings, and the tensors of the batch have different numbers of rows.
+    - Its entries differ only in their number of rows, like boxes.
+
+    The result then also includes all other lists of this length.
     """
     outermost = {path: entries for path, entries in lists.items() if not _is_inside(path, lists)}
     free = {path: entries for path, entries in outermost.items() if declared.get(path, 0) == 0}
@@ -319,8 +330,9 @@ def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, kno
 
 
 def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
-    """Raise BatchError for several lists of equal length that may have one entry per sample: their entries are
-    mappings, or tensors whose first dimensions differ in size (`differ`), like images and labels."""
+    """Raise BatchError if it is ambiguous whether several lists of equal length have one entry per sample. This is the
+    case if some entries are mappings, or if the first dimensions of the tensors differ in size (`differ`), as for
+    images and labels."""
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
@@ -388,11 +400,11 @@ def _count_rows(
     """The number of samples, and for each leaf the dimension that counts samples (None: every microbatch receives the
     full leaf).
 
-    In the main input, the first or the declared dimension counts the samples. In other tensors, the declared dimension
-    counts the samples or, without a declaration, the first dimension if its size is the number of samples (in (3, b, s)
-    `position_ids`, the second). Lists, arrays, and tuples with strings have one entry per sample if their length is the
-    number of samples. Raises BatchError for a batch without a tensor or a sample, and for a declared dimension of a
-    different size.
+    In the main input, the declared dimension counts the samples, by default the first. In any other tensor, the
+    declared dimension counts the samples. Without a declaration, the first dimension (in `position_ids` of shape (3, b,
+    s), the second) counts the samples if its size is the number of samples. Lists, arrays, and tuples with strings have
+    one entry per sample if their length is the number of samples. Raises BatchError if the batch has no tensor or no
+    sample, or if the size of a declared dimension does not match the number of samples.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
@@ -426,7 +438,7 @@ def _count_rows(
 
 
 def check_declared(declared: Any) -> None:
-    """Raise ConfigurationError unless `declared` is None or maps paths to dimensions, or to None."""
+    """Raise ConfigurationError unless `declared` is None, or maps each path to a dimension or None."""
     good = declared is None or (
         isinstance(declared, Mapping)
         and all(isinstance(path, str) for path in declared)
@@ -439,7 +451,7 @@ def check_declared(declared: Any) -> None:
 
 
 def refuse_unknown(paths: Sequence[str], declared: BatchDims) -> None:
-    """Raise ConfigurationError for a declared path that the batch does not have."""
+    """Raise ConfigurationError if `declared` contains a path that the batch does not have."""
     unknown = sorted(declared.keys() - set(paths))
     if unknown:
         raise ConfigurationError(

@@ -23,8 +23,8 @@ WHOLE_TENSOR = (
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
-    """The criterion's loss, or sum / count if the criterion returns both. Without a criterion, the output's own loss,
-    or None."""
+    """The criterion's loss, or sum / count if the criterion returns both. Without a criterion, the loss in the model's
+    output, or None if the output contains no loss."""
     loss, count = sum_and_count(output, criterion, batch)
     return loss if loss is None or count is None else loss / count
 
@@ -32,11 +32,11 @@ def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | 
 def sum_and_count(
     output: Any, criterion: Criterion | None, batch: Batch
 ) -> tuple[Tensor | None, Tensor | float | None]:
-    """The loss as (scalar, None), or (sum, count) if the criterion returns both. Without a criterion, the output's own
-    loss, or None.
+    """The loss as (scalar, None), or as (sum, count) if the criterion returns both. Without a criterion, the loss in
+    the model's output, or None if the output contains no loss.
 
-    A criterion's method `of_batch` (the model's own loss) is called with `batch.data`. If `of_batch` returns None,
-    because the batch has no labels, the result is (None, None).
+    If the criterion has a method `of_batch` (the model's own loss), this method is called with the output and
+    `batch.data`. It returns None if the batch has no labels. The result is then (None, None).
     """
     count: Tensor | float | None = None
     if criterion is None:
@@ -70,14 +70,14 @@ def _without_dimensions(loss: Tensor | None) -> Tensor | None:
 
 
 def in_step(criterion: Criterion | None) -> Criterion | None:
-    """The function that a step calls: the attribute `in_step` of the criterion if it exists, otherwise the
-    criterion."""
+    """The function that a step calls: the criterion's attribute `in_step` or, without this attribute, the criterion
+    itself."""
     return getattr(criterion, "in_step", criterion)
 
 
 def takes_outputs_alone(criterion: Criterion) -> bool:
-    """Whether the criterion takes only the model's output, instead of (outputs, inputs). Raises ConfigurationError if
-    it can be called with neither."""
+    """Whether the criterion accepts only the model's output, instead of (outputs, inputs). Raises ConfigurationError if
+    the criterion accepts neither."""
     try:
         signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
     except (TypeError, ValueError):  # it has no signature
@@ -107,8 +107,9 @@ def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The model's own loss: the first entry of a plain tuple or list `(loss, logits, ...)`, if this entry is a
-    floating-point tensor without dimensions; otherwise the tensor `loss` of the output, or None."""
+    """The model's own loss. In a plain tuple or list `(loss, logits, ...)`, this is the first entry, if the entry is a
+    floating-point tensor without dimensions. Otherwise, it is the output's tensor `loss`, or None without such a
+    tensor."""
     first = output[0] if type(output) in (tuple, list) and output else None
     if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
         return first
@@ -118,7 +119,8 @@ def own_loss(output: Any) -> Tensor | None:
 
 def key_of(criterion: Any) -> Hashable:
     """A key that distinguishes criteria. Functions with the same code and captured values have equal keys, as do
-    partials of one function with the same arguments, so a loop may create a new function or partial in each step."""
+    partials of one function with the same arguments. A loop may therefore create a new function or partial in each
+    step."""
     if isinstance(criterion, FunctionType) or (type(criterion) is partial and not vars(criterion)):
         return _Made(criterion)
     try:
@@ -129,7 +131,7 @@ def key_of(criterion: Any) -> Hashable:
 
 
 class _Same:
-    """A hashable key of an object. Keys of the same object are equal."""
+    """A hashable key for an object. Two keys are equal if they refer to the same object."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
@@ -142,8 +144,8 @@ class _Same:
 
 
 class _Made:
-    """A hashable key of a function or a partial, which a loop may create again in each step. Keys with the same code
-    and captured values are equal."""
+    """A hashable key for a function or partial that a loop may create again in each step. Keys with the same code and
+    captured values are equal."""
 
     def __init__(self, function: Any) -> None:
         self.function = function

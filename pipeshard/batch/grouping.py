@@ -20,18 +20,18 @@ class TokenCost(NamedTuple):
 
     def of(self, rows: Any, lengths: Iterable[Any]) -> Any:
         """The time of `rows` samples padded to `lengths` (one length, or one for the encoder and one for the decoder).
-        With arrays, the times of several microbatches."""
+        If the arguments are arrays, returns the times of several microbatches."""
         return self.fixed + rows * sum(length + self.slope * length**2 / 2 for length in lengths)
 
 
 def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: float) -> list[list[int]]:
-    """Return the sample indices of each group (a microbatch), in ascending order. The groups are sorted by time.
+    """Return the groups (microbatches), sorted by time. Each group lists its sample indices in ascending order.
 
-    `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
-    number of samples in a group times the sum of its largest lengths is at most `limit`, into which each single sample
-    must fit. The result minimizes the sum of all groups' times plus `idle` times the longest time (for which other
-    stages wait), over all groupings of the sorted samples into runs of consecutive samples. Tries at most LEVELS limits
-    for the longest time.
+    `lengths` contains the number of tokens of each sample: one number, or one for the encoder and one for the decoder.
+    In each group, the number of samples times the sum of the largest lengths is at most `limit`. Each sample alone must
+    fit into `limit`. Of all groupings of the sorted samples into runs of consecutive samples, the result minimizes the
+    sum of all groups' times plus `idle` times the longest time (for which other stages wait). Tries at most LEVELS
+    limits for the longest time.
     """
     order = sorted(range(len(lengths)), key=lambda k: (*lengths[k], k))
     costs = _costs([lengths[k] for k in order], limit, cost)

@@ -1,17 +1,19 @@
 """Media: assigns images, videos and audio to the samples of a batch.
 
-Processors concatenate the media of all samples in one leaf. Its first dimension counts items (images, clips or frames),
-or the patches of all items, and its shape does not show which entries belong to which sample. For each kind of media:
+Processors concatenate the media of all samples in one leaf. The first dimension of this leaf counts items (images,
+clips or frames), or the patches of all items. The shape of the leaf does not show which entries belong to which sample.
+For each kind of media:
 
-1. The placeholder tokens of each sample determine its numbers of items (`_items`) and of patches, in one of these
-   cases: the tokens are proportional to the sizes of the items or, in each item, to the patches that a mask keeps
-   (`_kept`); each run of adjacent tokens is one item; all items have the same number of tokens; or each sample has one
-   item.
+1. The placeholder tokens of each sample determine its numbers of items (`_items`) and of patches in these cases:
+   - The tokens are proportional to the sizes of the items or, in each item, to the patches that a mask keeps (`_kept`).
+   - Each run of adjacent tokens is one item.
+   - All items have the same number of tokens.
+   - Each sample has one item.
 2. A leaf with one entry per item or per patch is split accordingly (`_entries`). The entries of a leaf may also be the
    sizes of groups of consecutive items or patches: the numbers of frames of the videos, or the numbers of images of the
    samples that have images (`_groups`). In a mask, each entry may stand for a fixed number of patches.
-3. The batch may have one count per sample, of this kind of media or of no kind (`num_local_patches`). A leaf whose
-   number of entries is the sum of these counts is split by the counts, not by the tokens.
+3. The batch may contain one count per sample, for this kind of media or for no particular kind (`num_local_patches`).
+   A leaf whose number of entries is the sum of these counts is split by the counts, not by the tokens.
 
 Otherwise, the assignment is unknown, and the batch cannot be split.
 """
@@ -31,7 +33,7 @@ Owners = dict[str, Counts]  # by path; () if unknown
 
 
 def media_owners(model: nn.Module, batch: Batch) -> Owners:
-    """The number of entries of each sample in the leaves with media, except leaves with one entry per sample."""
+    """For each leaf with media, the number of entries of each sample. Leaves with one entry per sample are omitted."""
     owners: Owners = {}
     for kind in MEDIA:
         leaves = {path: leaf for path, leaf in batch.tensors.items() if media_kind(path) == kind and leaf.ndim > 0}
@@ -61,8 +63,8 @@ def _is_token(model: nn.Module, batch: Batch, kind: str) -> Tensor | None:
 
 
 def _by_counts(leaves: Mapping[str, Tensor], per_sample: Mapping[str, Tensor], rows: int) -> Owners:
-    """The number of entries of each sample in the leaves whose number of entries is the sum of one of the leaves
-    `per_sample`."""
+    """For each leaf whose number of entries is the sum of one of the leaves `per_sample`, the number of entries of each
+    sample."""
     by_total: dict[int, Counts] = {}
     for leaf in per_sample.values():
         if leaf.shape == (rows,) and not leaf.is_floating_point():
@@ -74,7 +76,7 @@ def _by_counts(leaves: Mapping[str, Tensor], per_sample: Mapping[str, Tensor], r
 
 def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
     """For each leaf without one entry per sample: the number of entries of each sample, from the sample's placeholder
-    tokens, or () if these do not determine it."""
+    tokens, or () if these tokens do not determine the number."""
     sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
     values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
     if is_token is None or not len(is_token) or values is None:
@@ -91,8 +93,8 @@ def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
 
 
 def _kept(areas: Sequence[int], leaves: Mapping[str, Tensor], tokens: int) -> list[int] | None:
-    """The number of True entries of each item, from a mask with one entry per group of equally many patches. None if no
-    mask has as many True entries as there are placeholder tokens."""
+    """The number of True entries of each item, from a mask in which each entry stands for the same number of patches.
+    None if no mask has as many True entries as there are placeholder tokens."""
     for leaf in leaves.values():
         if leaf.dtype != torch.bool or leaf.ndim != 1 or len(leaf) <= len(areas) or int(leaf.sum()) != tokens:
             continue
@@ -103,10 +105,10 @@ def _kept(areas: Sequence[int], leaves: Mapping[str, Tensor], tokens: int) -> li
 
 
 def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts | None:
-    """The number of items of each sample, from the number of placeholder tokens or of runs of adjacent placeholder
-    tokens, or None if neither determines it.
+    """The number of items of each sample, from the number of its placeholder tokens or from the number of runs of
+    adjacent placeholder tokens. None if neither number determines the number of items.
 
-    If `stack` is the largest number of images or tiles of a sample, the processor has stacked and padded the images or
+    If `stack` is the largest number of images or tiles in a sample, the processor has stacked and padded the images or
     tiles of each sample. Each sample then has one item.
     """
     begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
@@ -124,8 +126,8 @@ def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts 
 
 
 def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
-    """The number of a leaf's entries that belong to each sample, from each sample's numbers of items and of
-    patches, or None if the leaf's entries are neither items nor patches."""
+    """The number of a leaf's entries that belong to each sample, from each sample's numbers of items and of patches.
+    None if these numbers do not determine it."""
     if groups := _groups(leaf, items) or _groups(leaf, patches):
         return groups
     count, total = sum(items), sum(patches)
@@ -142,8 +144,8 @@ def _entries(leaf: Tensor, items: Counts, patches: Counts) -> Counts | None:
 
 def _groups(leaf: Tensor, counts: Counts) -> Counts | None:
     """The number of a leaf's entries that belong to each sample, if each entry is the size of a group of consecutive
-    items or patches (the number of frames of a video), otherwise None. `counts`: each sample's number of items or
-    patches."""
+    items or patches (such as the number of frames of a video). Otherwise None. `counts` contains each sample's number
+    of items or patches."""
     if leaf.ndim != 1 or leaf.dtype not in INTEGERS or int(leaf.sum()) != sum(counts):
         return None
     sizes = tuple(leaf.tolist())
@@ -153,8 +155,8 @@ def _groups(leaf: Tensor, counts: Counts) -> Counts | None:
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> Counts | None:
-    """The number of consecutive items of each sample, if the numbers of tokens are proportional to the items' areas,
-    otherwise None."""
+    """The number of consecutive items that belong to each sample, if the samples' numbers of tokens are proportional to
+    the areas of their items. Otherwise None."""
     area, total, counts, at = sum(areas), sum(tokens), [], 0
     for of_sample in tokens:
         first, covered = at, 0

@@ -2,7 +2,7 @@
 
 A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and an (s, b) leaf looks
 like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an
-ambiguous leaf is an error until `batch_dims` declares it. One of the architectures in docs/parity.md has such a leaf.
+ambiguous leaf is refused unless `batch_dims` declares it. One of the architectures in docs/parity.md has such a leaf.
 """
 
 import inspect
@@ -40,10 +40,11 @@ SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr
 def read_batch(
     model: nn.Module, data: Any, declared: BatchDims | None = None, lists: dict[str, bool] | None = None
 ) -> Batch:
-    """Create a Batch for `model` from the result of a dataloader, with the media of each sample.
+    """Create a Batch for `model` from the result of a dataloader, and assign media to samples.
 
-    `declared` has, by path, the dimension that counts the samples (None: every microbatch receives the full leaf).
-    `lists` records which lists of tensors in earlier batches have one entry per sample, and is updated.
+    `declared` maps paths to the dimension that counts the samples (None: every microbatch receives the full leaf).
+    `lists` maps the paths of lists of tensors in earlier batches to whether they have one entry per sample. This call
+    updates `lists`.
     """
     declared = declared or {}
     batch = Batch.of(data, main_input(model), declared, lists)
@@ -55,7 +56,7 @@ def read_batch(
 
 
 def _refuse_tensors(batch: Batch) -> None:
-    """Raise BatchError for a tensor on the meta device, which has no values to train on, or a sparse tensor."""
+    """Raise BatchError for sparse tensors, and for tensors on the meta device, which have no values to train on."""
     for path, leaf in zip(batch.paths, batch.leaves, strict=True):
         for tensor in tensors_in(leaf):
             if tensor.is_meta:
@@ -72,10 +73,10 @@ def _refuse_tensors(batch: Batch) -> None:
 
 
 def taken_by(model: nn.Module, data: Any) -> int | None:
-    """The number of entries of a tuple, such as (images, labels), with which the model is called, or None for all.
+    """The number of entries of a tuple, such as (images, labels), that are passed to the model, or None for all.
 
-    Entries without a positional argument in the model's forward are for the criterion. A last entry of class labels is
-    also for the criterion if it would be passed as an optional mask, positions, token types or a flag.
+    Entries for which the model's forward has no positional argument are only for the criterion. So are class labels in
+    the last entry, if the model would receive them as an optional mask, positions, token types or a flag.
     """
     if not isinstance(data, tuple | list) or len(data) < 2:
         return None
@@ -104,8 +105,8 @@ def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str
     """Raise BatchError if the last entry of a tuple seems to contain labels, but is passed to the model as an optional
     mask, positions or token types. `read` contains the paths of the leaves that the criterion reads.
 
-    A criterion may also read a mask: the entry for an argument with a name that ends in `mask` contains labels only if
-    some values are neither 0 nor 1.
+    Since a criterion may also read a mask, the entry for an argument whose name ends in `mask` is considered labels
+    only if some of its values are neither 0 nor 1.
     """
     data, path = batch.data, batch.paths[-1]
     places = _positional(parameters_of_forward(model))
@@ -123,12 +124,13 @@ def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str
 
 
 def argument_names(model: nn.Module) -> list[str]:
-    """The names of the positional arguments of the model's forward, or an empty list if it has no signature."""
+    """The names of the positional arguments of the model's forward, or an empty list if the forward has no
+    signature."""
     return [parameter.name for parameter in _positional(parameters_of_forward(model))]
 
 
 def parameters_of_forward(model: nn.Module) -> list[inspect.Parameter]:
-    """The parameters of the model's forward, or an empty list if it has no signature."""
+    """The parameters of the model's forward, or an empty list if the forward has no signature."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -140,8 +142,9 @@ def _positional(parameters: Iterable[inspect.Parameter]) -> list[inspect.Paramet
 
 
 def _exact(model: nn.Module, batch: Batch, taken: int | None) -> frozenset[str]:
-    """The paths of the leaves that keep their precision if the model is cast to 16 bits: targets and spacings, by their
-    own name or by the name of the model's positional argument, and leaves that only the criterion receives."""
+    """The paths of the leaves that keep their precision if the model is cast to 16 bits. These are leaves that only the
+    criterion receives, and targets and spacings, identified by their own name or by the name of the model's positional
+    argument."""
     prefixes = FOR_CRITERION, f"['{FOR_CRITERION}"
     exact = {path for path in batch.paths if _is_exact(path) or path.startswith(prefixes)}
     if batch.tree.kind is not dict:
@@ -165,8 +168,8 @@ def _owners(model: nn.Module, batch: Batch) -> Owners:
 
 
 def _several(batch: Batch, path: str) -> tuple[int, ...]:
-    """The number of entries of each sample, if the size of a leaf's first dimension is a multiple (at least twice) of
-    the number of samples, otherwise ()."""
+    """The number of entries of each sample, if the size of the leaf's first dimension is a multiple of the number of
+    samples (at least twice this number). Otherwise ()."""
     leaf = batch.tensors.get(path)
     count, remainder = divmod(len(leaf) if leaf is not None and leaf.ndim else 0, batch.rows)
     return (count,) * batch.rows if count > 1 and not remainder else ()
@@ -187,8 +190,8 @@ class RowDims:
         self._other: dict[LeafKind, set[int]] = {}  # dimensions that did not count the samples in some batch
 
     def read(self, data: Any, is_cut: bool = True) -> Batch:
-        """Read a batch from a dataloader. With `is_cut=False`, for a batch that is not split into microbatches, leaves
-        may be ambiguous.
+        """Read a batch from a dataloader. If the batch is not split into microbatches (`is_cut=False`), leaves may be
+        ambiguous.
 
         Raises BatchError for a batch that cannot be read.
         """
@@ -247,10 +250,10 @@ class RowDims:
         return True
 
     def _doubtful(self, path: str, leaf: Tensor, batch: Batch) -> int | None:
-        """The dimension of an unsplit leaf that may count the samples, or None. This is the only dimension with the
-        number of samples as its size or, if there is none, dimension 0 if its size is a multiple of this number.
-        A dimension is excluded if its size in this or an earlier batch is neither that batch's number of samples nor
-        (for dimension 0) a multiple of it."""
+        """The dimension of an unsplit leaf that may count the samples, or None. This is the only dimension whose size
+        is the number of samples. If no dimension has this size, it is dimension 0, if its size is a multiple of the
+        number of samples. A dimension is excluded if its size in this or an earlier batch is neither that batch's
+        number of samples nor (for dimension 0) a multiple of it."""
         if path in batch.owners and path != LABELS:  # labels: (s, b), or one row for each codebook
             return None
         several = leaf.ndim > 0 and len(leaf) % batch.rows == 0
@@ -276,11 +279,11 @@ COLLATORS = "DataCollatorForSeq2Seq(tokenizer), DataCollatorWithPadding(tokenize
 
 
 def collate(samples: list[Any]) -> Any:
-    """Collate samples with torch's default_collate or, if they are mappings with lists of numbers (a tokenized
-    `datasets.Dataset`), with transformers' default_data_collator. As in Trainer, default_data_collator renames `label`
-    to `labels`, and omits strings.
+    """Collate samples with torch's default_collate. If the samples are mappings with lists of numbers (a tokenized
+    `datasets.Dataset`), use transformers' default_data_collator instead. As in Trainer, default_data_collator renames
+    `label` to `labels`, and omits strings.
 
-    Raises BatchError for lists of different lengths.
+    Raises BatchError if the lists of the samples differ in length.
     """
     if not (isinstance(samples[0], Mapping) and any(map(is_numbers, samples[0].values()))):
         return default_collate(samples)
@@ -301,7 +304,7 @@ def is_numbers(value: Any) -> bool:
 
 
 def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, Tensor]:
-    """Dummy inputs: `rows` samples, of `length` tokens each if the model takes tokens.
+    """Dummy inputs: `rows` samples. If the model takes tokens, each sample has `length` tokens.
 
     Raises BatchError for a model that takes neither tokens nor images of one size.
     """

@@ -3,8 +3,8 @@
 A batch is split, compared and sent leaf by leaf, and reassembled for the model. torch's pytree flattens dicts, lists,
 tuples and registered classes. A registration is process-wide and permanent. Batches also contain dataclasses,
 namespaces, mappings and plain objects with tensors, and some lists are leaves in one batch but not in another. This
-module therefore walks batches itself: containers known to torch one level at a time with pytree, and all other
-containers by their keys or attributes. It registers no class.
+module therefore walks batches itself. It flattens containers that torch knows with pytree, one level at a time, and all
+other containers by their keys or attributes. It registers no class.
 """
 
 import copy
@@ -38,13 +38,13 @@ PathKey = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
 
 
 class Bare:
-    """The `kind` of the Tree of a batch that is not a container, but the only argument of the model."""
+    """The `kind` of the Tree of a batch that is not a mapping, tuple or list, but the model's only argument."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The structure of a batch: the class of a container, the keys of its children, and their Trees. A leaf has no
-    class."""
+    """The structure of a batch: the class of a container, the keys of its children, and the children's Trees. A leaf
+    has no class."""
 
     kind: type | None = None
     keys: tuple[Any, ...] = ()
@@ -75,13 +75,19 @@ class Tree:
 def flatten(
     data: Any, by_sample: Decide = lambda path, entries: False
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
-    """The paths of the leaves of a dataloader's result, the leaves, and the Tree that reassembles the result.
+    """Flatten a dataloader's result. Returns the paths of the leaves, the leaves, and the Tree that reassembles the
+    result.
 
     An object that is not a mapping, tuple or list becomes a tuple with this object as its only entry, and the Tree's
-    kind is then Bare. A leaf is a tensor, a list or tuple without tensors (of strings, of one number per sample), a
-    list or tuple with tensors for which `by_sample(path, list)` is true (one entry per sample), or any other object
-    that is not a container. Dataclasses, namespaces and objects with tensors as attributes are reassembled without
-    calling `__init__` or `__post_init__`.
+    kind is then Bare. Dataclasses, namespaces and objects with tensors as attributes are reassembled without calling
+    `__init__` or `__post_init__`.
+
+    A leaf is one of the following:
+
+    - a tensor;
+    - a list or tuple without tensors, such as a list of strings or of one number per sample;
+    - a list or tuple with tensors for which `by_sample(path, list)` is true (one entry per sample);
+    - any other object that is not a container.
 
     The path of a top-level entry or field is its name. Deeper paths are Python expressions: ['inputs']['ids'],
     .inputs.ids.
@@ -139,8 +145,8 @@ def is_entries(leaf: Any, dim: int | None = 0) -> bool:
 
 
 def text(leaf: Any) -> str:
-    """A value as a string that is the same in every process: without addresses, with sets sorted, and with a hash of an
-    array, whose repr lacks most elements."""
+    """A value as a string that is the same in every process. Addresses are removed and sets are sorted. An array is
+    represented by its dtype, its shape and a hash, since its repr omits most elements."""
     shown = sorted(map(repr, leaf)) if isinstance(leaf, set | frozenset) else leaf
     if isinstance(leaf, np.ndarray):
         content = repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes()
@@ -149,7 +155,8 @@ def text(leaf: Any) -> str:
 
 
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    """Each leaf of a model's output with its name (such as "['logits']"), in torch's order, and its TreeSpec."""
+    """The leaves of a model's output in torch's order, each with its name (such as "['logits']"), and the output's
+    TreeSpec."""
     leaves, spec = tree_flatten(tree)
     paths, _ = tree_flatten_with_path(_as_dicts(tree))
     return [(keystr(path), leaf) for (path, _), leaf in zip(paths, leaves, strict=True)], spec
@@ -220,7 +227,8 @@ def is_keyed(node: Any) -> bool:
 
 
 def _tensor_keys(node: Any) -> list[str]:
-    """The sorted keys of an object for which `is_keyed` is true and any entry is a tensor, otherwise an empty list."""
+    """The sorted keys of an object, if `is_keyed` is true and at least one entry is a tensor. Otherwise, an empty
+    list."""
     if not is_keyed(node):
         return []
     try:
