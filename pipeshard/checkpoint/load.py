@@ -42,7 +42,7 @@ COMPARED_ELEMENTS = 2**22  # the number of elements that are compared at a time
 
 @dataclass
 class Piece:
-    """Checkpoint tensors that are converted together to one or several model tensors, such as experts to stack or a
+    """Checkpoint tensors that are converted together into one or several model tensors, such as experts to stack or a
     fused matrix to split.
 
     `sources` lists the keys of the checkpoint tensors. Each key is paired with the transformation's pattern that
@@ -66,7 +66,8 @@ class Piece:
 
 
 class Conversion:
-    """The mapping from a checkpoint's keys to `model`: `pieces` by the name of their target, and `unexpected` keys.
+    """Maps a checkpoint's keys to the names in `model`. `pieces` contains each Piece by the name of its target.
+    `unexpected` lists the keys that match no name, except ignored keys.
 
     `transforms` lists the transformations in use. `revert` applies their inverses, as `save_pretrained` does.
     """
@@ -117,7 +118,8 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
-    """The key renamings (pattern, replacement) of some classes in transformers 4. Empty with transformers 5."""
+    """The key renamings (pattern, replacement) that some classes in transformers 4 define. Empty with transformers
+    5."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
     return mapping.items() if core_model_loading is None else ()
 
@@ -148,8 +150,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
     Every rank checks the names and shapes of the full model before it changes any tensor, so all ranks raise the same
     CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise the error only with
-    `strict`. With `draw_missing`, a model with adapters loads a checkpoint of its base model, and `strict` has no
-    effect: missing weights are initialized as with the plugin's `init_weights`, with a warning.
+    `strict`. With `draw_missing`, `strict` has no effect, and a model with adapters loads a checkpoint of its base
+    model. Missing weights are initialized as with the plugin's `init_weights`, with a warning.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -192,7 +194,7 @@ class _Plan:
         first: for each name, the first of the names that are tied to it.
         targets: for each first name, the full names of the tensors to fill: the original tensor and, if adapters copy
             its module, the copies without values. (A copy with values was trained.)
-        scales: the keys of the scales of each weight that is quantized in the checkpoint, by the weight's full name.
+        scales: for each weight that is quantized in the checkpoint, the keys of its scales, by the weight's full name.
         doubled: for each weight that the architecture ties, but that the checkpoint stores under two names, the
             weight's first name and the two pieces.
         updated: the weights that optimizers update, or all weights if there are no optimizers.
@@ -376,7 +378,7 @@ class _Plan:
                 weight.round()
 
     def _take(self, tensors: Mapping[str, Tensor], value: Any) -> int:
-        """Set each of these tensors to the value. Returns the total size of the tensors in bytes."""
+        """Set each of `tensors` to `value`. Returns the total size of the tensors in bytes."""
         for k, (full, tensor) in enumerate(tensors.items()):
             self._assign(full, tensor, value.clone() if k and isinstance(value, Tensor) else value)
         return sum(tensor.nbytes for tensor in tensors.values())
@@ -421,7 +423,7 @@ class _Plan:
 
 
 def _buffers_of_copies(model: nn.Module, blank: set[str]) -> set[str]:
-    """The full names of the buffers of trained copies that have a parameter in `blank`. These buffers have no values
+    """The full names of the buffers in trained copies that have a parameter in `blank`. These buffers have no values
     either."""
     found: set[str] = set()
     for path, made, _ in trained_copies(model):
@@ -462,7 +464,7 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
 
 
 def ties_name(model: nn.Module) -> Callable[[str], bool]:
-    """Return a function that returns whether the architecture ties a name to another name."""
+    """Return a function that takes a name, and returns whether the architecture ties this name to another name."""
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
     patterns = [re.compile(key) for key in tied]

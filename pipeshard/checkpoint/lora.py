@@ -46,7 +46,7 @@ def enable_lora(
     model: each stage computes adapters that depend on weights (DoRA, PiSSA, OLoRA) after it has loaded these weights.
 
     Raises UsageError if the model is boosted or has adapters. Raises ConfigurationError for `bnb_quantization_config`,
-    and for a `lora_config` or saved adapters that this model, or any model on meta, does not support. Raises
+    and if this model (or any model on meta) does not support the `lora_config` or the saved adapters. Raises
     CheckpointError if `pretrained_dir` does not match the model, or if a model on meta was created from another folder
     that contains adapters.
     """
@@ -177,7 +177,7 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
     """Load the adapters of a boosted PeftModel from a folder that `save_lora` or peft wrote. Call it on all ranks.
 
     Raises CheckpointError, on every rank, if the folder lacks one of the adapters, or if the names or shapes of an
-    adapter's tensors differ.
+    adapter's tensors differ from those in the model.
     """
     from peft import get_peft_model_state_dict, load_peft_weights
 
@@ -217,7 +217,8 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
 
 
 def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """The tensor of the prompts, by peft's key. Raises CheckpointError if an encoder computes the prompts."""
+    """The tensor that contains the prompts, as a dict with peft's key. Raises CheckpointError if an encoder computes
+    the prompts."""
     tensors = [tensor for name, tensor in state.items() if name.startswith(f"prompt_encoder.{adapter}.")]
     if len(tensors) != 1:
         raise CheckpointError(
@@ -229,9 +230,9 @@ def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[
 
 
 def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:
-    """Broadcast the tensors of `state` with these `names` from their stages, and put the values into the first stage's
-    `state`. A ghost's dtype may differ from the dtype on the owner: with `fsdp` and a 16-bit precision, shards are in
-    fp32."""
+    """Broadcast the tensors in `state` with these `names` from the stages that own them, and put the values into the
+    first stage's `state`. A ghost's dtype may differ from the owner's dtype: with `fsdp` and a 16-bit precision, shards
+    are in fp32."""
     first = first_names(module)
     owners = {name: pipeline.policy.ownership.owner(first.get(name, name)) for name in names}
     own = {name: state[name].dtype for name, owner in owners.items() if owner == pipeline.rank}
@@ -246,8 +247,8 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
 
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
-    """The names in `state` of the tensors that peft saves for all adapters, except prompts that peft computes with a
-    prompt encoder on this rank. Raises CheckpointError if peft needs tensors that this rank does not hold."""
+    """The names, in `state`, of all adapters' tensors that peft saves. Prompts that peft computes with a prompt encoder
+    on this rank are omitted. Raises CheckpointError if peft needs tensors that this rank does not hold."""
     from peft import get_peft_model_state_dict
 
     prompts = [adapter for adapter, config in module.peft_config.items() if config.is_prompt_learning]
