@@ -76,7 +76,7 @@ def refuse_differing_folders(what: str, folder: Path, group: dist.ProcessGroup) 
 
 def differing_folders(folder: Path, group: dist.ProcessGroup) -> str:
     """The first two folders that differ between ranks, each with its rank, or "" if all ranks pass the same folder.
-    Between machines, only the folders' names are compared, since a shared disk may be mounted under different paths."""
+    Across machines, only the folders' names are compared, since a shared disk may be mounted under different paths."""
     return differing_names(folder.name, group) or differing_names(str(folder.resolve()), group, own_host())
 
 
@@ -94,8 +94,8 @@ def differing_names(name: str, group: dist.ProcessGroup, host: Sequence[str] = (
 
 @contextmanager
 def writes(path: Path) -> Iterator[None]:
-    """Context manager that converts an error in writing `path` to a CheckpointError with the path and, if known, the
-    free disk space."""
+    """Context manager that converts an error while writing `path` to a CheckpointError that contains the path and, if
+    known, the free disk space."""
     try:
         yield
     except PipeshardError:
@@ -149,8 +149,8 @@ def make_way(target: Path, mark: str, own: str = ALL) -> None:
 
 
 def place(writing: Path, target: Path, own: str = ALL) -> None:
-    """Rename `writing`, a complete folder that is synced to disk, to `target`. An existing folder is replaced, except
-    for its entries that do not match `own`: `writing` gets hard links to these entries before it is renamed."""
+    """Replace `target` with `writing`, a complete folder that is synced to disk. Entries of an existing `target` that
+    do not match `own` are kept: `writing` gets hard links to these entries before it is renamed."""
     old = hidden(target, "old")
     if target.exists():
         if own != ALL:

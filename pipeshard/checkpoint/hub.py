@@ -47,8 +47,8 @@ def cached_folder(name: str, gguf_file: str | None = None, inner: str = "", **on
     """Return the cached folder of a Hub model, or its subfolder `inner`. Return None if the cache lacks any of the
     weights. `on_hub` may contain the `revision` and the `cache_dir`.
 
-    The cache may contain only part of a model, if a program has downloaded only the tokenizer, or only files that match
-    a pattern.
+    The cache may contain only part of a model, for example if a program has downloaded only the tokenizer, or only
+    files that match a pattern.
     """
     for file in FILES if gguf_file is None else [gguf_file]:
         found = try_to_load_from_cache(name, str(PurePosixPath(inner, file)), **on_hub)

@@ -64,8 +64,7 @@ class PipelineCheckpointIO:
         The folder contains safetensors shards of at most `size_per_shard` MB, their index and the configs.
         `AutoModel.from_pretrained(checkpoint)` loads the folder. A file whose name ends in .pt, .pth or .bin has the
         format of `torch.save`. Other files are in the safetensors format. (`use_safetensors=False`, Booster's default,
-        has no effect.)
-        In safetensors, a tensor to which the architecture ties several names is stored once.
+        has no effect.) In the safetensors format, a tensor to which the architecture ties several names is stored once.
 
         With `use_async=True`, a copy of the weights is written while training continues. The next save waits for this
         write, and raises an error if the write failed. At exit, the process also waits for the write. If the write
@@ -115,14 +114,14 @@ class PipelineCheckpointIO:
         )
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
-        """Plan a save of copies of this stage's tensors to the folder. Returns None on ranks outside the first replica
-        and slice, which do not write. Call it on all ranks."""
+        """Plan a save that writes copies of this stage's tensors to the folder. Returns None on ranks outside the first
+        replica and slice, which do not write. Call it on all ranks."""
         boosted = boosted_model(model)
         with self._leading(boosted) as (leads, tensors):
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
 
     def start(self, save: Save) -> None:
-        """Start this rank's background save. (`_save` sets only `saving` on ranks that do not write, so that these
+        """Start this rank's background save. (On ranks that do not write, `_save` sets only `saving`, so that these
         ranks also take part in `wait`.)"""
         self.pending, self.saving = save, True
         save.start()
@@ -223,16 +222,16 @@ class PipelineCheckpointIO:
         size_per_shard: int = SHARD,
         use_async: bool = False,
     ) -> None:
-        """Write the optimizer's state to the file `checkpoint` or, with `shard=True`, one part per rank to the folder
-        `checkpoint`. `size_per_shard` and `use_async` have no effect."""
+        """Write the optimizer's state to the file `checkpoint`. With `shard=True`, write one part per rank to the
+        folder `checkpoint`. `size_per_shard` and `use_async` have no effect."""
         _refuse_prefix(prefix)
         self.wait()  # the model may be written to the same folder
         save_optimizer(optimizer, checkpoint, shard=shard)
 
     @together_in("load_optimizer")
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str, prefix: str | None = None, **_: Any) -> None:
-        """Load the optimizer's state from a folder or file that `save_optimizer` wrote. The number of stages may
-        differ from that of the save."""
+        """Load the optimizer's state from a folder or file that `save_optimizer` wrote. The number of stages may differ
+        from the number when the state was saved."""
         _refuse_prefix(prefix)
         load_optimizer(optimizer, checkpoint)
 
@@ -249,9 +248,9 @@ def refuse_packed(model: nn.Module) -> None:
 
 
 def refuse_unwrapped_adapters(model: nn.Module) -> None:
-    """Raise CheckpointError for a transformers model that has adapters, but is not a PeftModel. In a folder of the
-    model's tensors, the adapted layers would have peft's inner names, and there would be no peft config, so
-    `from_pretrained` would initialize these layers randomly."""
+    """Raise CheckpointError for a transformers model that has adapters, but is not a PeftModel. In the saved folder,
+    the adapted layers would have peft's inner names, and there would be no peft config. `from_pretrained` would
+    therefore initialize these layers randomly."""
     if isinstance(model, PreTrainedModel) and has_adapters(model):
         raise CheckpointError(
             f"stages cannot save this {type(model).__name__}: it has adapters, but is not a PeftModel "
