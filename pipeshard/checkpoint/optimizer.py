@@ -91,7 +91,7 @@ def check_savable(optimizer: Optimizer) -> None:
 
 
 def optimizer_part(optimizer: Optimizer) -> Callable[[], OptimizerPart]:
-    """Return a function that returns this rank's part of an optimizer's folder, without using collectives. Call
+    """Return a function that returns this rank's part of an optimizer's folder. The function uses no collectives. Call
     `optimizer_part` on all ranks. Raises CheckpointError as `save_optimizer` does."""
     boosted = boosted_optimizer(optimizer)
     description, written = _planned(boosted, shard=True)
@@ -128,10 +128,11 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[Sta
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
-    """Load the optimizer's state from a file or folder that `save_optimizer` wrote. The number of stages may differ.
+    """Load the optimizer's state from a file or folder that `save_optimizer` wrote. The number of stages may differ
+    from the number when the state was saved.
 
-    Raises CheckpointError, on every rank and before changing anything, for any other file or folder, and for a
-    checkpoint with different parameters, shapes or groups.
+    Raises CheckpointError, on every rank and before it changes anything, for any other file or folder, and for a
+    checkpoint whose parameters, shapes or groups do not match the optimizer's.
     """
     boosted = boosted_optimizer(optimizer)
     with together(boosted.group):

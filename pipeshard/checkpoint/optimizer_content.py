@@ -40,7 +40,7 @@ ALIKE = "shared", "extra"  # the parts of a Content whose values are the same on
 
 
 def map_states(states: ParameterStates, convert: Callable[[StateKey, Tensor], Any]) -> ParameterStates:
-    """A copy of `states` in which `convert(place, tensor)` replaces each tensor, also in nested states."""
+    """A copy of `states` in which `convert(place, tensor)` replaces each tensor, including tensors in nested states."""
 
     def replaced(name: str, key: str, path: Any, value: Any) -> Any:
         return convert((name, key + keystr(path)), value) if isinstance(value, Tensor) else value
@@ -77,9 +77,13 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The optimizer state that this rank holds. States of a sharded parameter are DTensors with the parameter's
-    placements. The key VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a
-    state_dict() without "state" or "param_groups", for a state whose key is neither a parameter in the optimizer's
-    groups nor a string, and for values of types that a checkpoint cannot contain."""
+    placements. The key VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for any of
+    the following:
+
+    - a state_dict() without "state" or "param_groups";
+    - a state whose key is neither a parameter in the optimizer's groups nor a string;
+    - a value of a type that a checkpoint cannot contain.
+    """
     optimizer.copies.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     _refuse_other_layouts(optimizer, packed)
@@ -158,8 +162,8 @@ def on_meta(content: Content) -> Content:
 
 def merged_description(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
     """The combined description of all ranks' states, and the first rank that holds each parameter. Raises
-    CheckpointError if the number of groups, the options of a group, or states that do not belong to a parameter differ
-    between ranks."""
+    CheckpointError if one of the following differs between ranks: the number of groups, the options of a group, or a
+    state that belongs to no parameter."""
     whole: Content = {"format": OPTIMIZER_FORMAT, "param_groups": []}
     whole |= {part: {} for part in ("parameters", "state", *ALIKE)}
     owners: dict[str, int] = {}
@@ -248,8 +252,8 @@ def _by_name(values: Any, kind: type) -> bool:
 
 
 def state_tensors(states: ParameterStates) -> dict[StateKey, Tensor]:
-    """The tensors in `states`. Raises CheckpointError if two tensors have the same key (a state "Q[0]", and the first
-    element of a list "Q")."""
+    """The tensors in `states`. Raises CheckpointError if two tensors have the same key (such as a state "Q[0]" and the
+    first element of a list "Q")."""
     tensors: dict[StateKey, Tensor] = {}
 
     def add(place: StateKey, tensor: Tensor) -> None:
