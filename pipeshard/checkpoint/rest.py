@@ -1,4 +1,4 @@
-"""Rest: the content of a training.pt, which is a training state except for its weights and optimizers."""
+"""Rest: the content of training.pt, which is a training state without its weights and optimizers."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -20,8 +20,8 @@ ADVICE = "load another step (step=... or, in a Trainer, resume_from_checkpoint=.
 
 
 def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, position: Any = None) -> dict[str, Any]:
-    """The content of training.pt: a training state except for its weights and optimizers. `position` is the state of
-    the dataloader. Raises CheckpointError for a state that `load_plain` could not read."""
+    """The content of training.pt: a training state without its weights and optimizers. `position` is the state of the
+    dataloader. Raises CheckpointError for a state that `load_plain` could not read."""
     first, *others = (_progress(model.pipeline) for model in models)
     schedulers = {name: plain_state(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
     parts = {"random": random_state(), "dataloader": position, SCHEDULER: None, **schedulers}
@@ -36,7 +36,7 @@ def plain_state(part: Any) -> Any:
 
 def own_position(dataloader: Any, grid: Grid) -> Any:
     """The state of this rank's dataloader, or None on ranks that do not save the position. All ranks of a replica have
-    the same position, so only one of them saves it. If the dataloader divides the data among the replicas, all
+    the same position, so only one of these ranks saves it. If the dataloader divides the data among the replicas, all
     ranks have the same position, and only rank 0 saves it."""
     is_common = getattr(dataloader, "shared_by", 1) == grid.dp_size
     is_saved = grid.first if is_common else grid.stage == grid.slice == 0
@@ -92,14 +92,14 @@ def _continue(pipeline: Pipeline, progress: dict[str, Any]) -> None:
 
 
 def read_rest(file: Path) -> dict[str, Any]:
-    """Read the result of `rest_of` from a file. Use it inside `restoring`."""
+    """Read the result of `rest_of` from a file. Call this function inside the context manager `restoring`."""
     return load_plain(file, "the training.pt of a training state", ADVICE)
 
 
 def restoring(file: Path) -> AbstractContextManager[None]:
-    """Context manager for code that uses the content of `file`. Converts errors to CheckpointErrors that name the file:
-    generators, schedulers and dataloaders may raise any exception for an invalid state, or for the state of another
-    class."""
+    """Context manager for code that uses the content of `file`. Converts errors to CheckpointErrors that name the file,
+    since generators, schedulers and dataloaders may raise any exception for an invalid state, or for the state of
+    another class."""
     advice = f"pass objects of the same classes and settings as in the save, or {ADVICE}"
     return explained(
         lambda error: CheckpointError(f"{file} cannot be restored ({summary(error)}): {advice}"), but=(PipeshardError,)

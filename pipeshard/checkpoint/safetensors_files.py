@@ -1,4 +1,4 @@
-"""Safetensors files: the tensors of a checkpoint on disk, read one at a time, written by each rank, and joined.
+"""Safetensors files: reading a checkpoint's tensors one at a time, writing them on each rank, and joining the files.
 
 The files of an optimizer can be read with torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata
 contains the offset of each shard in the full tensor. Ranks write and read these files without communication, and
@@ -55,7 +55,7 @@ class StoredTensors:
     Safetensors files are read, not memory-mapped, so that each tensor takes memory only once. Pickled files (.bin, .pt
     and .pth) are loaded with `weights_only=True`, which executes no code. Since files may be untrusted, this class
     checks that no shape exceeds the stored data, and that an index lists only files in its own folder. Raises
-    CheckpointError for files that cannot be read, and for an index that lists tensors that the files lack.
+    CheckpointError for files that cannot be read, and for an index that lists tensors missing from the files.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None) -> None:
@@ -80,7 +80,7 @@ class StoredTensors:
                 del self.shapes[key]
 
     def read(self, key: str) -> Tensor:
-        """Read the tensor of this key into its own storage."""
+        """Read the tensor with this key into its own storage."""
         file = self._files[key]
         if file in self._states:
             tensor = self._states[file][key].clone(memory_format=torch.contiguous_format)
@@ -92,7 +92,7 @@ class StoredTensors:
         return tensor
 
     def rows(self, key: str) -> "Tensor | StoredRows":
-        """The matrix of this key. Its rows are read from the file when the matrix is sliced. Tensors in pickled and
+        """The matrix with this key. Its rows are read from the file when the matrix is sliced. Tensors in pickled and
         GGUF files, and tensors without a floating-point dtype, are returned as ordinary tensors."""
         file = self._files[key]
         if file in self._states:
@@ -275,7 +275,7 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
 
 
 def joined_file(parts: Sequence[Path], target: Path) -> None:
-    """Write the tensors of all parts to the file `target`. No two parts may contain the same name.
+    """Write the tensors of all parts to the file `target`. Each tensor name may occur in only one part.
 
     A safetensors file consists of the header's length, the header, and the tensors' bytes at the header's offsets.
 

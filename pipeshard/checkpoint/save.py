@@ -281,7 +281,7 @@ class FileSave(Save):
 
 
 def _also_named(module: nn.Module, target: Path) -> dict[str, str]:
-    """Map the other names of tied tensors in a file to the names under which the tensors are saved."""
+    """For the tied tensors in a file, map each additional name to the name under which the tensor is saved."""
     saved = saved_names(module)
     tied = {name: saved[first] for name, first in first_names(module).items() if saved[first] != name}
     if target.suffix in STATE_DICTS:
@@ -336,7 +336,8 @@ def _ready(state: Mapping[str, Tensor], snapshot: bool) -> dict[str, Tensor]:
 
 
 def _make(folder: Path, module: nn.Module) -> None:
-    """Create the folder of a save. Raises CheckpointError if it is a file, and warns if it contains adapters."""
+    """Create the folder of a save. Raises CheckpointError if the path is a file, and warns if the folder contains
+    adapters."""
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file, but the save writes a folder: pass another path")
     complete_save(folder, RANK_FILES)
