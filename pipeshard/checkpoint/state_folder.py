@@ -5,10 +5,11 @@ bits and files of other steps, the manifest also contains the SHA-256 of each fi
 rank computes some of these checksums. After a save, reading the files again takes little time, since they are still in
 the page cache.
 
-Two jobs that save into one folder (such as a requeued job and its earlier run, if the earlier run has not ended) would
-remove each other's unfinished saves. Therefore, the first rank locks the folder for as long as a model (or a Trainer)
-that saves into the folder exists. The kernel releases the lock when the process exits for any reason. Forked children
-do not hold the lock. On NFS, which cannot lock folders, the first rank locks the file `.writer` in the folder.
+Two jobs that save into one folder (such as a requeued job and an earlier run of this job that has not ended) would
+remove each other's unfinished saves. Therefore, the first rank locks the folder. It holds the lock as long as a model
+(or a Trainer) that saves into the folder exists. The kernel releases the lock when the process exits for any reason.
+Forked children do not hold the lock. On NFS, which cannot lock folders, the first rank locks the file `.writer` in the
+folder.
 
 With `use_async=True`, every rank writes its part from copies:
 
@@ -54,13 +55,14 @@ MARKS = ".marks"  # a folder in the hidden folder, through which the ranks synch
 
 
 def by_name(name: str, given: Any) -> dict[str, Any]:
-    """The given objects (one, a sequence, or None), by their names in a training state: `name`, `name-1` and so on."""
+    """The given objects (a single object, a list or tuple, or None), by their names in a training state: `name`,
+    `name-1` and so on."""
     every = [] if given is None else given if isinstance(given, list | tuple) else [given]
     return {f"{name}-{k}" if k else name: each for k, each in enumerate(every)}
 
 
 def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup, others: Collection[str] = frozenset()) -> None:
-    """Write the manifest of all files that the first rank finds in the folder, except the (relative) paths in `others`.
+    """Write the manifest of all files that the first rank finds in the folder, except the relative paths in `others`.
     Call it on all ranks, since each rank computes some of the checksums."""
 
     def files() -> list[str]:
@@ -88,8 +90,9 @@ def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -
 
 
 def flaw(folder: Path, step: int | None = None) -> str:
-    """The reason why the folder is not a complete training state (of `step`, if given), judged by the names and sizes
-    of its files, or "" if the folder is complete. Never raises an error."""
+    """The reason why the folder is not a complete training state, or "" if the folder is complete. With `step`, the
+    state must also belong to this step. Checks only the manifest, and the names and sizes of the files that it lists.
+    Never raises an error."""
     try:
         manifest = read_document(folder / MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -114,7 +117,7 @@ def flaw(folder: Path, step: int | None = None) -> str:
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
     """Compare the files of a complete state with their checksums. Returns a message that names the files that have
     changed since the save, or "" if no file has changed. Call it on all ranks, since each rank checks some of the
-    files. States from before 0.2 have no checksums, and are not checked.
+    files. States that were saved before version 0.2 have no checksums, and are not checked.
 
     Raises CheckpointError, on every rank, if a file cannot be read: such a file may be intact, so it is not reported as
     changed.
@@ -150,8 +153,8 @@ def sum_of(file: Path) -> str:
 
 
 def lock(parent: Path, owner: Any, patience: float = 0.0) -> None:
-    """Lock `parent` until every owner of the lock is freed, so that no other process saves into it. Raises
-    CheckpointError if another process holds the lock and, on NFS, does not release it within `patience` seconds.
+    """Lock the folder `parent` until every owner of the lock is freed, so that no other process saves into this folder.
+    Raises CheckpointError if another process holds the lock and, on NFS, does not release it within `patience` seconds.
 
     On a file system without locks, other processes can still save into `parent`.
     """
@@ -192,7 +195,7 @@ def _locked(parent: Path, patience: float) -> int:
 
 
 def _locked_file(parent: Path, patience: float) -> int:
-    """Lock the file LOCK in the folder, if its file system has locks. Returns the file descriptor."""
+    """Lock the file LOCK in the folder, if the file system supports locks. Returns the file descriptor."""
     handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     waited = 0
     while (who := _other_holder(handle)) is not None:
@@ -209,8 +212,8 @@ def _locked_file(parent: Path, patience: float) -> int:
 
 
 def _other_holder(handle: int) -> str | None:
-    """Lock this file, if its file system has locks. If another process holds the lock, returns a description of that
-    process ("" if unknown), otherwise None."""
+    """Lock this file, if the file system supports locks. If another process holds the lock, returns a description of
+    that process ("" if unknown), otherwise None."""
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -77,19 +77,25 @@ def save_training_state(
     between steps, after `optimizer.zero_grad()`.
 
     The folder contains `model` (which `from_pretrained` can read), `optimizer`, and `training.pt` with the LR
-    scheduler, the loss scale, the random states of all ranks and the position in the data. If there are several models
-    (the two of a GAN, or a model and an average of its weights), optimizers or LR schedulers, pass them as a list. The
-    other models are then in `model-1`, `model-2` and so on. At every moment, each step is either complete or does not
-    exist. When this step is complete, all complete steps except the last `keep` are removed.
+    scheduler, the loss scale, the random states of all ranks and the position in the data. Pass several models (such as
+    the two models of a GAN, or a model and an average of its weights), optimizers or LR schedulers as a list. The
+    models after the first are then in `model-1`, `model-2` and so on. At every moment, each step either is complete or
+    does not exist. When this step is complete, all complete steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
     rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an error if
     the background save failed. At exit, the process also waits for an unfinished save.
 
-    Raises CheckpointError, on every rank, if an object is not boosted, if only some of the optimizers that were boosted
-    with the models are given, if an optimizer belongs to another model, if the dataloader has no `state_dict`, if
-    `step` or `keep` is invalid, if `step` differs between ranks, if `directory` has a later step (which would remain
-    the newest), if another job saves into `directory`, or if another model of this process has saved this step there.
+    Raises CheckpointError, on every rank, in any of the following cases:
+
+    - An object is not boosted.
+    - Only some of the optimizers that were boosted with the models are given.
+    - An optimizer belongs to another model.
+    - The dataloader has no `state_dict`.
+    - `step` or `keep` is invalid, or `step` differs between ranks.
+    - `directory` has a later step (which would remain the newest).
+    - Another job saves into `directory`.
+    - Another model of this process has saved this step to `directory`.
     """
     models, optimizers = models_by_name(model), by_name(OPTIMIZER, optimizer)
     first, parent = models[MODEL], Path(directory)
@@ -132,16 +138,20 @@ def save_training_state(
 
 
 def models_by_name(model: nn.Module | Sequence[nn.Module]) -> dict[str, PipelineModel]:
-    """The given boosted models, at least one, by their names in a training state."""
+    """The given boosted models (at least one), by their names in a training state."""
     given: Any = model if isinstance(model, list | tuple) and model else [model]
     return {name: boosted_model(each) for name, each in by_name(MODEL, given).items()}
 
 
 def check_complete(model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
-    """Raise CheckpointError, on every rank, if an object is missing: the model of a given optimizer or, if any
-    optimizers are given, an optimizer that was boosted with a given model and updates parameters that no given
-    optimizer updates. After resuming, a missing model would have its initial weights, and a missing optimizer would
-    have an empty state."""
+    """Raise CheckpointError, on every rank, if one of the following objects is missing:
+
+    - the model of a given optimizer;
+    - if any optimizers are given, another optimizer that was boosted with a given model, and that updates parameters
+      that no given optimizer updates.
+
+    After resuming, a missing model would have its initial weights, and a missing optimizer would have an empty state.
+    """
     models = [*models_by_name(model).values()]
     with together(models[0].pipeline.grid.world):
         given = [boosted_optimizer(each) for each in by_name(OPTIMIZER, optimizer).values()]
@@ -259,17 +269,23 @@ def load_training_state(
 ) -> int:
     """Restore the given objects to their state at `step` (by default, the newest complete step), and return this step.
 
-    Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    passed are not loaded. Pass several models, optimizers or LR schedulers as a list, in the saved order. Each rank's
-    random generators are always restored. If the sizes of the grid have changed, every rank gets the random states of
-    the first rank. The call first waits for a background save that is still running. With `verify`, every file is
-    compared with its saved checksum. If a file of the newest step has changed and `step` is not given, this step is
-    renamed to `step-<step>.damaged`, and an older step is loaded, with a warning.
+    Call it on all ranks, with the model that `booster.boost` returned. The number of stages may differ from the number
+    when the state was saved. Objects that are not passed are not loaded. Pass several models, optimizers or LR
+    schedulers as a list, in the order in which they were saved. Each rank's random generators are always restored. If
+    the sizes of the grid have changed, every rank gets the random states of the first rank. The call first waits for a
+    background save that is still running. With `verify`, every file is compared with its saved checksum. If a file of
+    the newest step has changed and `step` is not given, this step is renamed to `step-<step>.damaged`, and an older
+    step is loaded, with a warning.
 
-    Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
-    read, if the step lacks the state of a given object, if a saved state does not match its object, if a background
-    save failed, if only some of the optimizers that were boosted with the models are given, if an optimizer belongs to
-    another model, or if the dataloader has no `state_dict`.
+    Raises CheckpointError, on every rank, in any of the following cases:
+
+    - No complete (and unchanged) step exists.
+    - A file of the step cannot be read.
+    - The step lacks the state of a given object, or a saved state does not match its object.
+    - A background save failed.
+    - Only some of the optimizers that were boosted with the models are given.
+    - An optimizer belongs to another model.
+    - The dataloader has no `state_dict`.
     """
     models, parent = models_by_name(model), Path(directory)
     pipeline = models[MODEL].pipeline
