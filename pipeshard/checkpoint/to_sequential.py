@@ -37,8 +37,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
         rank: the rank that returns the model, counted from 0 in its pipeline, or None for all ranks.
         device: the device of the result's tensors.
 
-    On every rank, raises UsageError for a model that was not boosted, is quantized, has parameters without values or
-    cannot be copied, and ConfigurationError for an invalid `rank`.
+    Raises UsageError, on every rank, if the model was not boosted, is quantized, has parameters without values, or
+    cannot be copied. Raises ConfigurationError, on every rank, for an invalid `rank`.
     """
     if not isinstance(model, PipelineModel):
         raise UsageError(

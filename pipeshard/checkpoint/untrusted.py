@@ -36,8 +36,9 @@ VALUES = 1_000_000  # the maximum number of values in a JSON document; each take
 def read_document(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file.
 
-    Raises OSError if the file cannot be read, and ValueError for other content, for more than 64 MiB (before the file
-    is read) and for more than a million values (before they are built).
+    Raises OSError if the file cannot be read. Raises ValueError if the file does not contain a JSON object, is larger
+    than 64 MiB (checked before the file is read), or has more than a million values (checked before the values are
+    built).
     """
     if not file.is_file():
         raise FileNotFoundError("it does not exist")
@@ -77,7 +78,7 @@ MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
 def folder_config(folder: Path, kind: Any = AutoConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return the config that `kind.from_pretrained` loads with these options, and the unused options.
 
-    Raises CheckpointError if the folder has no valid model config, or a config with implausible sizes.
+    Raises CheckpointError if the folder does not contain a valid model config, or if the config has implausible sizes.
     """
     with _explaining(f"{folder} does not contain a valid model config"):
         for file in sorted(folder.glob("config*.json")):  # a config may refer to configs for other versions
@@ -87,7 +88,7 @@ def folder_config(folder: Path, kind: Any = AutoConfig, **options: Any) -> tuple
 
 
 def generation_config_of(folder: Path) -> Any:
-    """Load the GenerationConfig in a folder. Raises CheckpointError if it cannot be read."""
+    """Load the GenerationConfig in a folder. Raises CheckpointError if the config cannot be read."""
     with _explaining(f"the generation_config.json of {folder} cannot be read"):
         return GenerationConfig.from_dict(read_document(folder / "generation_config.json"))
 
@@ -117,8 +118,8 @@ def _explaining(what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def limited_modules(folder: Path) -> Iterator[None]:
-    """Context manager that limits the number of modules of a model that is built from the config in `folder`. Converts
-    all errors to CheckpointErrors that name the folder."""
+    """Context manager that limits the number of modules in a model while the model is built from the config in
+    `folder`. Converts all errors to CheckpointErrors that name the folder."""
     made = 0
 
     def count(*_: Any) -> None:
@@ -167,10 +168,10 @@ for pattern in patterns:
 
 
 def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Match the patterns with all names in a separate process, since matching some regular expressions never ends, and
-    holds the GIL.
+    """Match the patterns with all names in a separate process, since matching never ends for some regular expressions,
+    and holds the GIL.
 
-    Raises ValueError for expressions that do not finish in time, and for invalid expressions.
+    Raises ValueError if matching does not finish in time, or if an expression is invalid.
     """
     if not patterns:
         return
@@ -219,7 +220,8 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 
 
 def plain(value: Any, what: str, advice: str = " in its state_dict()") -> Any:
-    """`value` with NumPy scalars converted to Python numbers, for a file that `load_plain` can read.
+    """`value` with NumPy scalars converted to Python numbers, so that `load_plain` can read a file that contains the
+    result.
 
     Raises CheckpointError if `load_plain` could not read a file that contains this value. The message names `what`, and
     ends with the `advice`.
@@ -238,8 +240,8 @@ def plain(value: Any, what: str, advice: str = " in its state_dict()") -> Any:
 
 
 def without_scalars(value: Any) -> Any:
-    """`value` with NumPy scalars converted to Python numbers, also inside lists, tuples and dicts. Raises TypeError for
-    the builtin types that `load_plain` refuses."""
+    """`value` with NumPy scalars converted to Python numbers, including scalars inside lists, tuples and dicts. Raises
+    TypeError for the builtin types that `load_plain` refuses."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (set, frozenset, bytearray, complex)):
@@ -259,7 +261,7 @@ def _refuse_bombs(file: IO[bytes]) -> None:
     """Raise ValueError for pickles that could exhaust the memory or never finish.
 
     A few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never finishes, in C code that
-    cannot be interrupted. `torch.save` of plain values uses neither. Compressed data is also refused: it may have any
+    cannot be interrupted. For plain values, `torch.save` uses neither. Compressed data is also refused: it may have any
     size after decompression, and `torch.save` never compresses.
     """
     size = file.seek(0, os.SEEK_END)
@@ -278,7 +280,8 @@ def _refuse_bombs(file: IO[bytes]) -> None:
 
 
 class _Bounded:
-    """A file whose `read` requests at most the file's size, since Python first allocates as much as is requested."""
+    """A file whose `read` requests at most the file's size, since Python allocates the requested number of bytes before
+    it reads."""
 
     def __init__(self, content: IO[bytes], size: int) -> None:
         self.content, self.size = content, size
