@@ -43,8 +43,8 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Check an output path before the work starts, and return it. Raises BadParameter if the file cannot be written, or
-    if its suffix is not in PICTURES (only for --draw)."""
+    """Check an output path before the work starts, and return it. Raises BadParameter if the file cannot be written or,
+    for --draw, if its suffix is not in PICTURES."""
     if path is None or path == "-":
         return path
     if parameter.name == "draw" and not path.lower().endswith(PICTURES):
@@ -145,8 +145,8 @@ def plan(
 ) -> None:
     """Plan MODEL as a pipeline: the stage and the memory of each rank, and the fastest schedule.
 
-    MODEL is a Hugging Face folder, a config.json, or a model type. KEY=VALUE sets fields of its config. The command
-    reads no weights, computes only shapes (unless --partition profile measures times), and needs no GPU.
+    MODEL is a Hugging Face folder, a config.json, or a model type. KEY=VALUE sets a field of the model's config. The
+    command reads no weights, computes only shapes (unless --partition profile measures times), and needs no GPU.
 
     \b
       pipeshard plan path/to/folder --pp 8 --microbatches 32 --device-memory 80GB
@@ -306,9 +306,9 @@ def verify(
     """Verify that a model split into stages trains exactly like the unsplit model. Runs in one process.
 
     Runs SCRIPT (a .py file for torchrun) with its ARGUMENTS until it calls booster.boost, and verifies the script's
-    model with the script's samples, criterion, optimizer and plugin. Options of pipeshard precede SCRIPT. MODEL is as
-    in `pipeshard plan`, with KEY=VALUE as ARGUMENTS. The weights of MODEL are random. Exit codes: 0 exact, 1 different,
-    2 inconclusive.
+    model with the script's samples, criterion, optimizer and plugin. Write pipeshard's options before SCRIPT. MODEL is
+    as in `pipeshard plan`, with KEY=VALUE as ARGUMENTS. The weights of MODEL are random. Exit codes: 0 exact, 1
+    different, 2 inconclusive.
 
     \b
       pipeshard verify --pp 4 train.py --epochs 3

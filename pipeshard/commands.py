@@ -187,7 +187,7 @@ CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # exit codes of `pipes
 
 
 def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:
-    """Run a training script until it calls booster.boost, in one process that acts for all ranks. Returns the proof."""
+    """In one process that acts for all ranks, run a training script until it calls booster.boost. Returns the proof."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

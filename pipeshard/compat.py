@@ -113,7 +113,7 @@ class PipelineStageManager:
         return self.p2p_group
 
     def init_process_group_by_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The process group of these stages of the pipeline, or None if this process's stage is not among them.
+        """The process group of the pipeline's `stages`, or None if this process's stage is not in `stages`.
 
         The first call is a collective: see `ProcessGroupMesh.get_group_along_axis`.
         """
@@ -158,7 +158,8 @@ class PipelineStageManager:
         chunk.
 
         Args:
-            layers_per_stage: the number of layers of each of the p·v virtual stages, as from `distribute_layers`.
+            layers_per_stage: the number of layers of each of the p·v virtual stages, as returned by
+                `distribute_layers`.
             stage, num_model_chunks, num_stages: values to use instead of this process's values.
 
         Raises:
@@ -249,8 +250,8 @@ PLUGIN_ATTRIBUTES = {
 
 
 class ForeignAttributeError(UsageError, AttributeError):
-    """An attribute of ColossalAI's plugins that pipeshard does not have. An AttributeError, so that `hasattr` returns
-    False."""
+    """Raised for an attribute of ColossalAI's plugins that pipeshard does not have. This error is an AttributeError, so
+    that `hasattr` returns False."""
 
 
 def refuse_positional(values: Collection[Any]) -> None:
@@ -314,7 +315,7 @@ def import_booster() -> None:
 
 
 def register_plugin(plugin: type) -> None:
-    """Make ColossalAI's Booster, if it is imported, accept `plugin`, and undo ColossalAI's changes to torch."""
+    """If ColossalAI's Booster is imported, make it accept `plugin`. Undo ColossalAI's changes to torch."""
     base = getattr(sys.modules.get(BASE), "PipelinePluginBase", None)
     if base is not None and not issubclass(plugin, base):
         base.register(plugin)
