@@ -43,9 +43,9 @@ class Batch:
     dimension 0 or the last dimension may count entries, such as images. `owners` maps the path of such a leaf to each
     sample's number of entries, or to () if these numbers are unknown. Every microbatch receives all other leaves
     without a row dimension in full (a scalar, a (1, 1, s, s) mask, a string, ...). The model is called with the first
-    `taken` positional entries (None: all). A criterion receives all entries. The leaves at the paths `exact` keep their
-    precision if the model is cast to 16 bits. `entry` names the module that is called with the batch, or "" for the
-    model itself. `selection` is the part of the full batch that this microbatch contains, or None for consecutive
+    `taken` positional entries (None: all). A criterion receives all entries. Leaves whose paths are in `exact` keep
+    their precision if the model is cast to 16 bits. `entry` names the module that is called with the batch, or "" for
+    the model itself. `selection` is the part of the full batch that this microbatch contains, or None for consecutive
     samples with all their positions.
     """
 
@@ -68,9 +68,10 @@ class Batch:
         declared: BatchDims | None = None,
         lists: dict[str, bool] | None = None,
     ) -> Self:
-        """Create a Batch from the result of a dataloader. `main_input` names the leaf whose dimension 0 (or declared
-        dimension) counts the samples. `declared` maps paths to the batch dimensions that the user declared. `lists`
-        maps the paths of known lists of tensors to whether they have one entry per sample. This call updates `lists`.
+        """Create a Batch from the data that a dataloader yielded. `main_input` names the leaf whose dimension 0 (or
+        declared dimension) counts the samples. `declared` maps paths to the batch dimensions that the user declared.
+        `lists` maps the paths of known lists of tensors to whether they have one entry per sample. This call updates
+        `lists`.
 
         Raises BatchError if the batch has no tensor or no sample, if it has a nested tensor or an ambiguous list, or if
         a declared dimension does not count the samples.
@@ -105,13 +106,13 @@ class Batch:
         return next(tensor.device for _, tensor in self.all_tensors)
 
     def by_sample(self, path: str) -> Tensor:
-        """The tensor at this path, with the dimension that counts the samples first."""
+        """The tensor at this path, with its batch dimension moved to the front."""
         dim = self.row_dims[self.paths.index(path)]
         return self.tensors[path].movedim(dim or 0, 0)
 
     @property
     def entries(self) -> dict[str, list[Any] | tuple[Any, ...] | NDArray[Any]]:
-        """By path, the lists, tuples and numpy arrays with one entry per sample."""
+        """The lists, tuples and numpy arrays with one entry per sample, by path."""
         leaves = zip(self.paths, self.leaves, self.row_dims, strict=True)
         return {path: leaf for path, leaf, dim in leaves if is_entries(leaf, dim)}
 
@@ -143,7 +144,7 @@ class Batch:
         return model(**{name: value for name, value in data.items() if not str(name).startswith(FOR_CRITERION)})
 
     def for_criterion(self) -> Any:
-        """The batch as the dataloader returned it, except that a mapping becomes a dict."""
+        """The batch as the dataloader yielded it, except that a mapping becomes a dict."""
         return self.data[0] if self.tree.kind is Bare else self.data
 
     def map(self, fn: Callable[[str, Tensor, int | None], Tensor | None]) -> Self:
@@ -207,7 +208,7 @@ class Batch:
         return 0 if tokens is None else tokens.numel()
 
     def take(self, rows: Tensor) -> Self:
-        """A batch of copies of the samples with these indices (int64)."""
+        """A batch with copies of the samples at these indices (an int64 tensor)."""
         lists = self.entries
         taken = self._pick(
             rows.tolist(), lambda leaf, dim, at: leaf.index_select(dim, torch.tensor(at).to(leaf.device))
@@ -215,7 +216,7 @@ class Batch:
         return taken.converted(lambda path, tensor: tensor.clone() if path in lists else tensor)
 
     def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
-        """Split into microbatches of consecutive samples, as views.
+        """Split the batch into microbatches of consecutive samples, whose tensors are views.
 
         With `num_microbatches`, sizes differ by at most one. There are never more microbatches than samples. With
         `microbatch_size`, all microbatches have this size, except that the last one may be smaller.
@@ -282,8 +283,8 @@ def _read_leaves(
     one tensor (or one mapping of tensors) per sample is a single leaf.
 
     `known` maps the paths of lists in earlier batches to whether they have one entry per sample. This call updates
-    `known`. Raises BatchError if a list is ambiguous, or if the length of a list with one entry per sample is not the
-    number of samples.
+    `known`. Raises BatchError if it is ambiguous whether a list has one entry per sample, or if the length of a list
+    with one entry per sample is not the number of samples.
     """
     lists: dict[str, Sequence[Any]] = {}
     paths, leaves, tree = flatten(data, lambda path, entries: bool(lists.update({path: entries})))
@@ -331,8 +332,8 @@ def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, kno
 
 def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
     """Raise BatchError if it is ambiguous whether several lists of equal length have one entry per sample. This is the
-    case if some entries are mappings, or if the first dimensions of the tensors differ in size (`differ`), as for
-    images and labels."""
+    case if some entries are mappings, or if the lists have several entries and the first dimensions of the tensors
+    differ in size (`differ`), as for images and labels."""
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
@@ -352,7 +353,7 @@ def _is_ragged(entries: Sequence[Any]) -> bool:
 
 
 def _is_inside(path: str, lists: Iterable[str]) -> bool:
-    """Whether a path leads into one of these lists."""
+    """Whether a path leads into one of the lists at the paths `lists`."""
     return any(path.startswith(f"{_inner(name)}[") for name in lists)
 
 
@@ -362,7 +363,8 @@ def _inner(path: str) -> str:
 
 
 def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchDims, known: dict[str, bool]) -> bool:
-    """Whether a list or tuple with tensors has one entry per sample, rather than entries with several samples."""
+    """Whether a list or tuple with tensors has one entry per sample, rather than entries that contain several
+    samples."""
     inner = f"{_inner(path)}["
     if path in declared or any(name.startswith(inner) for name in declared):
         return declared.get(path) is not None
@@ -401,9 +403,9 @@ def _count_rows(
     full leaf).
 
     In the main input, the declared dimension counts the samples, by default the first. In any other tensor, the
-    declared dimension counts the samples. Without a declaration, the first dimension (in `position_ids` of shape (3, b,
-    s), the second) counts the samples if its size is the number of samples. Lists, arrays, and tuples with strings have
-    one entry per sample if their length is the number of samples. Raises BatchError if the batch has no tensor or no
+    declared dimension counts the samples. Without a declaration, the first dimension (in (3, b, s) `position_ids`, the
+    second) counts the samples if its size is the number of samples. Lists, arrays, and tuples with strings have one
+    entry per sample if their length is the number of samples. Raises BatchError if the batch has no tensor or no
     sample, or if the size of a declared dimension does not match the number of samples.
     """
     named = dict(zip(paths, leaves, strict=True))

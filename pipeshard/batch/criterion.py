@@ -65,7 +65,7 @@ def raised(error: BaseException) -> bool:
 
 
 def _without_dimensions(loss: Tensor | None) -> Tensor | None:
-    """Convert a loss of shape (1,), which torch's backward also accepts, to a scalar."""
+    """Convert a loss of shape (1,) to a scalar, since torch's backward accepts both."""
     return loss.reshape(()) if loss is not None and loss.ndim and loss.numel() == 1 else loss
 
 

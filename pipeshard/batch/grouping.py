@@ -56,8 +56,8 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
 
 
 def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> list[np.ndarray]:
-    """For each sample, the times of the runs of samples that end with this sample and fit the limit, longest run
-    first."""
+    """For each sample, the times of the runs of consecutive samples that end with this sample and fit the limit,
+    longest run first."""
     table = np.array(lengths, dtype=np.int64)
     found = []
     for end in range(1, len(table) + 1):
