@@ -47,7 +47,7 @@ def media_owners(model: nn.Module, batch: Batch) -> Owners:
 
 
 def _is_token(model: nn.Module, batch: Batch, kind: str) -> Tensor | None:
-    """Whether each position of each sample has a placeholder token of this kind of media, or None if this is
+    """For each position of each sample, whether it contains a placeholder token of this kind of media. None if this is
     unknown."""
     ids = batch.by_sample(IDS) if IDS in batch.tensors else None
     if ids is None or ids.ndim != 2:

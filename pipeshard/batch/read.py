@@ -40,7 +40,7 @@ SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr
 def read_batch(
     model: nn.Module, data: Any, declared: BatchDims | None = None, lists: dict[str, bool] | None = None
 ) -> Batch:
-    """Create a Batch for `model` from the result of a dataloader, and assign media to samples.
+    """Create a Batch for `model` from the data that a dataloader yielded, and assign media to samples.
 
     `declared` maps paths to the dimension that counts the samples (None: every microbatch receives the full leaf).
     `lists` maps the paths of lists of tensors in earlier batches to whether they have one entry per sample. This call
@@ -199,7 +199,8 @@ class RowDims:
         return self.settle(batch) if is_cut else batch
 
     def settle(self, batch: Batch) -> Batch:
-        """The batch, without row dimensions for leaves that only happen to have as many rows as there are samples.
+        """Return the batch without the row dimensions of leaves that only happen to have as many rows as there are
+        samples.
 
         Raises BatchError for leaves whose row dimension is ambiguous, and for graphs, which cannot be split.
         """

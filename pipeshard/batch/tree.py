@@ -75,8 +75,8 @@ class Tree:
 def flatten(
     data: Any, by_sample: Decide = lambda path, entries: False
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
-    """Flatten a dataloader's result. Returns the paths of the leaves, the leaves, and the Tree that reassembles the
-    result.
+    """Flatten the data that a dataloader yielded. Returns the paths of the leaves, the leaves, and the Tree that
+    reassembles the data.
 
     An object that is not a mapping, tuple or list becomes a tuple with this object as its only entry, and the Tree's
     kind is then Bare. Dataclasses, namespaces and objects with tensors as attributes are reassembled without calling
