@@ -132,7 +132,8 @@ def boost_model(
 
 
 def _follow_ties(optimizer: Optimizer, pipeline: Pipeline) -> None:
-    """In an optimizer that was created before boost, replace the parameters that boost has tied to other parameters."""
+    """In an optimizer that was created before boost, replace each parameter that boost has tied to another parameter
+    with that other parameter."""
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = pipeline.gradients.names
     kept = {names[parameter]: parameter for parameter in given if parameter in names}

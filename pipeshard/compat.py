@@ -42,9 +42,12 @@ class PipelineStageManager:
             distributes the layers evenly.
 
     Raises:
-        ConfigurationError: if the axis does not exist, if `num_model_chunks` is not positive, if there are several
-            chunks without `enable_interleave`, if a V does not have two chunks, or if the length of
-            `num_layers_per_stage` is not p·v.
+        ConfigurationError: in any of the following cases:
+            - The axis does not exist.
+            - `num_model_chunks` is not positive.
+            - There are several chunks without `enable_interleave`.
+            - A V does not have two chunks.
+            - The length of `num_layers_per_stage` is not p·v.
     """
 
     def __init__(
