@@ -121,8 +121,8 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str 
     At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is
     passed to `make_way`. Files whose names match the pattern `own` belong to saves, and are removed with the previous
     folder. Other entries of the previous folder are kept, unless the new folder has an entry of the same name. (If the
-    file system has no hard links, a kept entry is missing from `target` until it has been moved.) If `target` is a
-    link, the folder that the link points to is replaced.
+    file system does not support hard links, a kept entry is missing from `target` until it has been moved.) If `target`
+    is a link, the folder that the link points to is replaced.
     """
     target = _without_links(target)
     return _written_folder(
@@ -324,7 +324,7 @@ class Save(ABC):
         self.thread.start()
 
     def join(self) -> None:
-        """Wait for the thread. The caller raises the error, if any."""
+        """Wait for the thread. The caller must raise the save's error, if any."""
         if self.thread is not None:
             self.thread.join()
         if self.failed is not None:

@@ -51,7 +51,7 @@ DESCRIPTION = "optimizer.pt"  # in a folder that also contains each rank's files
 
 
 def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) -> None:
-    """Write the optimizer's state by parameter name. The first rank that holds a tensor or slice writes it.
+    """Write the optimizer's state, keyed by parameter name. The first rank that holds a tensor or slice writes it.
 
     With `shard`, writes a folder of safetensors files that torch.distributed.checkpoint's HuggingFaceStorageReader can
     read. Otherwise, writes one file that `torch.load(weights_only=True)` can read. The previous files remain until the

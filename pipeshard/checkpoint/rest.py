@@ -74,7 +74,7 @@ def restore_rest(models: Sequence[PipelineModel], rest: dict[str, Any], lr_sched
 
 
 def _progress(pipeline: Pipeline) -> dict[str, Any]:
-    """The training progress of one model: its counters, its number, and its loss scale."""
+    """The training progress of one model: its counters of steps and forwards, its number, and its loss scale."""
     return {
         "steps": pipeline.steps,
         "forwards": pipeline.forwards,

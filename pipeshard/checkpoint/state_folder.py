@@ -1,7 +1,7 @@
 """State folder: writing and checking the files of a training state, and locking their folder.
 
-A folder is complete if it contains a manifest, and every file has the size that the manifest lists. To detect flipped
-bits and files of other steps, the manifest also contains the SHA-256 of each file, in the format of `sha256sum`. Each
+A folder is complete if it contains a manifest, and every file has the size that the manifest lists. The manifest also
+contains the SHA-256 of each file, in the format of `sha256sum`, to detect flipped bits and files of other steps. Each
 rank computes some of these checksums. After a save, reading the files again takes little time, since they are still in
 the page cache.
 
@@ -169,7 +169,7 @@ def lock(parent: Path, owner: Any, patience: float = 0.0) -> None:
 
 
 def _release(key: str, owner: int) -> None:
-    """Remove an owner that is freed, and release the folder's lock if this was the last owner."""
+    """Remove an owner that has been freed. If it was the last owner, release the folder's lock."""
     if key not in _held:  # in a forked child
         return
     handle, owners = _held[key]
@@ -224,7 +224,7 @@ def _other_holder(handle: int) -> str | None:
 
 
 def _holder(handle: int) -> str:
-    """The process that holds the lock of this folder, according to the kernel, or "" if unknown."""
+    """The process that holds this folder's lock according to the kernel, or "" if unknown."""
     number = f":{os.fstat(handle).st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

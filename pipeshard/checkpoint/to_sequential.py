@@ -26,7 +26,7 @@ from pipeshard.split.skeleton import build_layer, skeletons
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
     """Convert the pipeline back to an unsplit model of the original class. Call it on every rank of the pipeline.
 
-    Returns the model on each rank. With `rank`, only that rank (of every replica) returns the model. The other ranks
+    Returns the model on each rank. With `rank`, only this rank of each replica returns the model. The other ranks
     return None, and allocate at most one full tensor at a time. The result shares no tensors with `model`, which can
     continue training. Its weights and buffers come from the stages that own them, in the dtype in which these stages
     compute with them. Ties, `requires_grad`, training modes, activation checkpointing, hooks and `use_cache` come from
