@@ -1,7 +1,7 @@
 """Clipping: computes the gradient norm of the full model, unscales the gradients, and clips them by this norm.
 
 With a split model, torch.nn.utils.clip_grad_norm_ would clip each stage's gradients by the norm of that stage alone.
-ModelGradients computes the norm of the gradients on all ranks. Each parameter counts once, even if several ranks hold
+ModelGradients computes the norm over the gradients of all ranks. Each parameter counts once, even if several ranks hold
 it. The first optimizer that steps computes the norm for all optimizers of the model.
 """
 
@@ -42,11 +42,12 @@ class ModelGradients:
     skip their step.
 
     Attributes:
-        names: maps each parameter of the full model, including parameters that boost has replaced, to its name.
+        names: the names, by parameter, of all parameters of the full model, including parameters that boost has
+        replaced.
         trained: the names of the parameters that the model's optimizers train.
         updated: by name, the MasterWeights on this rank that an optimizer contains or once contained. Weights of
-        optimizers that no longer exist remain, since ranks may free optimizers at different times.
-        copies: the WeightCopies of these weights.
+        optimizers that no longer exist stay in `updated`, since ranks may free optimizers at different times.
+        copies: the WeightCopies of the weights in `updated`.
         norm: the last gradient norm of the full model (of order `norm_type`, before clipping), or None if this step has
         not computed a norm.
         overflow: whether the last step was skipped because a gradient overflowed.
@@ -114,8 +115,8 @@ class ModelGradients:
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
         """The parameter lists that a training loop may mistake for lists of all the model's parameters: the parameters
         on this rank, the lists in `parts`, and the parameters in each optimizer group. Each list is paired with the
-        names of the parameters that the list lacks: other stages train these parameters or, with ZeRO, other replicas
-        update them."""
+        names of the parameters that are missing from the list: other stages train these parameters or, with ZeRO, other
+        replicas update them."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
         wholes += [(list(part), elsewhere) for part in self.parts]
@@ -176,9 +177,9 @@ class ModelGradients:
         return False
 
     def complete(self) -> None:
-        """Sum the gradients that were accumulated under `no_sync` over the ranks that hold each parameter. Such
-        gradients remain if an epoch ends within an accumulation window. Raises UsageError on every rank if the loop has
-        modified these gradients on any rank. Call it on all ranks."""
+        """Complete the gradients that were accumulated under `no_sync`: sum each gradient over the ranks that hold the
+        parameter. Such gradients remain if an epoch ends within an accumulation window. Raises UsageError on every rank
+        if the loop has modified these gradients on any rank. Call it on all ranks."""
         if self.sync.is_partial:
             self._settle()
             if modified := gather_lists(self.sync.modified(), self.grid.world):
@@ -205,8 +206,8 @@ class ModelGradients:
             self.copies.share()
 
     def share_written(self) -> None:
-        """As `settle`, but broadcast weights only if the loop has written to a weight on any replica. Call it on all
-        ranks."""
+        """As `settle`, but broadcast weights only if the loop has written to a weight on at least one replica. Call it
+        on all ranks."""
         is_due = torch.tensor(self.follow(adopts=False))
         if bool(gather(is_due, self.grid.replicas).any()):
             self.copies.share()
@@ -354,7 +355,7 @@ def order_of(norm_type: float | str) -> float:
 
 def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
     """The norm of the model's gradients over all ranks of `group`. `holders` maps each of this rank's parameters to the
-    number of ranks that have the same gradient. Each of these ranks contributes an equal share."""
+    number of ranks that have the same gradient of the parameter. Each of these ranks contributes an equal share."""
     is_max, group = math.isinf(norm_type), control(group)
     dtype = torch.float32
     counted: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}  # gradients, and the number of ranks with each
