@@ -110,8 +110,8 @@ class LossRule:
 
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
-    """The gradient of the sum of the parts' losses, each times its share, with respect to the unit result at index
-    `leaf`. Returns None if no part has a gradient."""
+    """The gradient of the sum of the parts' losses, each multiplied by its share, with respect to the unit result at
+    index `leaf`. Returns None if no part has a gradient."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None

@@ -74,8 +74,8 @@ def prove_loss_rule(
     Runs the glue on a few samples and on parts of them, split at different positions, with random unit results and new
     random labels, weights and masks. The rule that was found (or the rule `known` for other sizes) must then also hold
     at `sizes`. This test is skipped for transformers' own losses, which do not depend on sizes. Logs a warning if the
-    test was inconclusive, or if the rule does not cover an auxiliary part of the loss that is computed from side
-    outputs of units (router logits) or from a second kind of labels.
+    test was inconclusive. Also logs a warning if the rule does not cover an auxiliary part of the loss that is computed
+    from side outputs of units (router logits) or from a second kind of labels.
 
     Raises ConfigurationError if no rule can be proven, or TraceError if glue takes a different path than in its trace.
     """
@@ -275,8 +275,8 @@ class _Search:
         return [ignore for ignore in marks if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
-        """Whether a rule holds in every trial (of losses, of gradients, and at the batch's sizes), and enough of the
-        trials could have distinguished this rule from other rules."""
+        """Whether a rule holds in every trial (of losses, of gradients, and at the batch's sizes), and whether enough
+        of the trials could have distinguished this rule from other rules."""
         draws = self.samples.draws
         telling = _telling(rule, (self._losses(rule, number) for number in range(2 * draws)), draws)
         if telling is None or telling < TELLING:
