@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin, save_training_state
 from pipeshard.checkpoint import files, safetensors_files
+from pipeshard.checkpoint import load as load_module
 from pipeshard.checkpoint import save as saving
 from pipeshard.checkpoint.files import Save
 from pipeshard.checkpoint.load import Conversion, load_weights, revert
@@ -621,28 +622,29 @@ def test_new_tokens_of_a_model_on_meta(pool: Pool, tmp_path: Path) -> None:
     assert blank.get_input_embeddings().weight.shape[0] == zoo.VOCABULARY + 2
 
 
-def with_a_new_head(folder: str) -> dict[str, Tensor]:
+def with_a_new_head(folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights of this rank, and the warnings about the checkpoint."""
     blank = PipelinePlugin.from_pretrained(
         transformers.AutoModelForSequenceClassification, folder, num_labels=3
     ).train()
     ids = zoo.batch("llama")["input_ids"]
     data = {"input_ids": ids, "labels": ids[:, 0] % 3}
     torch.manual_seed(5)
-    split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
+    with mock.patch.object(load_module.logger, "warning") as warning:
+        split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
     assert torch.isfinite(split.backward(data)["loss"])
-    return values(split)
+    return values(split), [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
 @pytest.mark.turns
-@pytest.mark.processes
-def test_a_new_head_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_new_head_is_drawn(pool: Pool, tmp_path: Path) -> None:
     """As from_pretrained does, with a warning; and the same for every p."""
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
-    (whole,) = pool.run(with_a_new_head, 1, str(tmp_path))
-    for stage in pool.run(with_a_new_head, 2, str(tmp_path)):
+    ((whole, warnings),) = pool.run(with_a_new_head, 1, str(tmp_path))
+    for stage, _ in pool.run(with_a_new_head, 2, str(tmp_path)):
         assert all(torch.equal(value, whole[key]) for key, value in stage.items())
     assert 0.01 < float(whole["score.weight"].std()) < 0.03
-    assert "newly initialized" in capfd.readouterr().out
+    assert any("newly initialized" in warning for warning in warnings)
 
 
 class TaggerForSequenceClassification(transformers.LlamaForSequenceClassification):
@@ -651,26 +653,27 @@ class TaggerForSequenceClassification(transformers.LlamaForSequenceClassificatio
     _keys_to_ignore_on_load_missing = (r"^score\.",)
 
 
-def with_a_head_that_may_be_missing(folder: str, create: bool) -> float:
+def with_a_head_that_may_be_missing(folder: str, create: bool) -> tuple[float, bool]:
+    """The loss, and whether a warning says that the head is new."""
     cls, config = TaggerForSequenceClassification, transformers.AutoConfig.from_pretrained(folder, num_labels=3)
     with torch.device("meta"):
         blank = PipelinePlugin.from_pretrained(cls, folder, num_labels=3) if create else cls(config)
     ids = zoo.batch("llama")["input_ids"]
     data = {"input_ids": ids, "labels": ids[:, 0] % 3}
-    split = Split(blank.train(), dist.get_world_size(), data, num_microbatches=2, init_weights=create)
-    if not create:
-        split.booster.load_model(split.model, folder)
-    return float(split.backward(data)["loss"])
+    with mock.patch.object(load_module.logger, "warning") as warning:
+        split = Split(blank.train(), dist.get_world_size(), data, num_microbatches=2, init_weights=create)
+        if not create:
+            split.booster.load_model(split.model, folder)
+    return float(split.backward(data)["loss"]), warning.called
 
 
 @pytest.mark.turns
-@pytest.mark.processes
-def test_a_head_that_may_be_missing_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_head_that_may_be_missing_is_drawn(pool: Pool, tmp_path: Path) -> None:
     """A class listed its head in `_keys_to_ignore_on_load_missing`: the head was never drawn, and the first step was
     refused with the advice to call load_model, which had run."""
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
-    one, two = pool.run(with_a_head_that_may_be_missing, 2, str(tmp_path), True)
-    assert one == pytest.approx(two) and "newly initialized" not in capfd.readouterr().out
+    (one, warned), (two, _) = pool.run(with_a_head_that_may_be_missing, 2, str(tmp_path), True)
+    assert one == pytest.approx(two) and not warned
     for message in pool.run_expecting(CheckpointError, with_a_head_that_may_be_missing, 2, str(tmp_path), False):
         assert "score.weight is missing" in message
 

@@ -174,7 +174,7 @@ def test_what_is_put_in_after_boost_is_refused(pool: Pool) -> None:
     """A new head ran, on every rank its own, without a place in the sums over replicas, in the norm and in ties."""
     (said,) = pool.run(replaced, 1)
     for name, text in zip(("lm_head", "model.norm.weight", "model.norm.adapter"), said, strict=True):
-        assert f"{name} of this " in text and "before booster.boost" in text
+        assert f"{name} (in " in text and "before booster.boost" in text
 
 
 def adapted(folder: str) -> str:
