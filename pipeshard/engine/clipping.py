@@ -42,8 +42,7 @@ class ModelGradients:
     skip their step.
 
     Attributes:
-        names: the names, by parameter, of all parameters of the full model, including parameters that boost has
-        replaced.
+        names: maps each parameter of the full model, including parameters that boost has replaced, to its name.
         trained: the names of the parameters that the model's optimizers train.
         updated: by name, the MasterWeights on this rank that an optimizer contains or once contained. Weights of
         optimizers that no longer exist stay in `updated`, since ranks may free optimizers at different times.
@@ -213,8 +212,7 @@ class ModelGradients:
             self.copies.share()
 
     def added(self) -> None:
-        """Also assign the new gradients to the master weights, and record the gradients so that later changes are
-        detected."""
+        """Assign the new gradients to the master weights as well, and record the gradients to detect later changes."""
         for weight in self.weights.values():
             weight.lend_gradient()
         self.updates.added(self._holders)

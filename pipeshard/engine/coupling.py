@@ -291,8 +291,8 @@ class Coupling:
             self._set(tensor, (self._of([tensor]) if keeps else NO_LOOP_TAGS) | tags | drawn)
 
     def _is_number(self, value: Any) -> bool:
-        """Whether `value` is a Python float, or an untagged 0-d CPU tensor, such as torch creates from a Python
-        float."""
+        """Whether `value` is a Python float, or an untagged 0-d floating-point CPU tensor: torch may have converted a
+        float into this tensor."""
         if isinstance(value, Tensor):
             is_single = value.ndim == 0 and value.is_floating_point() and value.device.type == "cpu"
             return is_single and not self._of([value])
@@ -393,8 +393,8 @@ class Watching:
 
 
 class Operators(Watching, DispatchMode):
-    """Passes each operator that the loop runs to the Coupling. Increments the versions of tensors to which a foreach or
-    fused operator writes, since torch does not increment these versions in a mode."""
+    """Passes each operator of the loop to its Coupling. Increments the versions of tensors to which a foreach or fused
+    operator writes, since torch does not increment these versions in a mode."""
 
     supports_higher_order_operators = True
 
@@ -409,7 +409,7 @@ class Operators(Watching, DispatchMode):
 
 
 class PythonReads(Watching, TorchFunctionMode):
-    """Reports tensors that Python reads without torch's dispatcher (tolist, numpy) to the Coupling."""
+    """Reports to its Coupling the tensors that Python reads without torch's dispatcher (tolist, numpy)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()

@@ -237,8 +237,8 @@ class Pipeline:
         return out
 
     def _refuse_changed(self, criterion: Criterion | None) -> None:
-        """Raise an error if a step does not support the criterion, if it does not support a change that was made to the
-        model since boost, or if parameters have no values."""
+        """Raise an error if a step does not support the criterion or a change made to the model since boost, or if
+        parameters have no values."""
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
         self.holdings.refuse_cast()
@@ -331,8 +331,8 @@ class Pipeline:
         return None
 
     def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
-        """Let all ranks know which parameters each rank currently trains. Raises UsageError on every rank if any rank
-        has `problems`."""
+        """Share with all ranks which parameters this rank currently trains. Raises UsageError on every rank if any rank
+        has `problems`, or if a parameter is trained on only some of the ranks that hold it."""
         if wrong := gather_lists(problems, self.grid.world):
             raise UsageError(wrong[0])
         self.trained = trained

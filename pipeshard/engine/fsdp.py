@@ -121,8 +121,8 @@ class ShardedUnits:
             parameter._unsharded_param.grad_dtype = torch.float32
 
     def stages_done(self, stages: Set[int]) -> None:
-        """Start to reduce-scatter the gradients of the units whose stages on this rank have all finished. `stages` are
-        the finished stages."""
+        """Start to reduce-scatter the gradients of each unit whose stages on this rank are all in `stages`, the stages
+        that have finished."""
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:
