@@ -4,7 +4,7 @@ The trials of a loss rule use one set of class weights, one training mode and on
 values, the loss may follow a different rule: a mean over samples becomes a weighted mean if the class weights are not
 all 1. So a rule counts as proven only for the state that these tensors and numbers had in its trials. Values are
 compared by kind: integers up to 64 by value, other numbers by sign and power of four, and tensors by range and by
-whether all elements are equal. An exact comparison would fail in every step for an annealed coefficient.
+whether all elements are equal. In an exact comparison, an annealed coefficient would differ in every step.
 """
 
 from collections.abc import Hashable, Iterator
@@ -43,7 +43,7 @@ class LossState:
         self._kinds: tuple[Hashable, ...] = ()
 
     def look(self) -> tuple[Hashable, ...]:
-        """The kinds of the tensors that LossState tracks, computed again if the user has changed a tensor."""
+        """The kinds of the tracked tensors, computed again if the user has changed a tensor."""
         versions = self._look()
         if self._versions is None or not _is_same(versions, self._versions):
             self._versions, self._kinds = versions, tuple(kind_of_tensor(tensor) for tensor, _ in versions)

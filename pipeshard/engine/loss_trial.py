@@ -88,8 +88,8 @@ class FewSamples:
 
     @property
     def draws(self) -> int:
-        """The number of draws after which each mark, and each value of a leaf with few values, has occurred. Limited to
-        between ROWS and SPAN // ROWS."""
+        """The number of draws after which each mark, and each value of a leaf with few values, has occurred, but at
+        least ROWS and at most SPAN // ROWS."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()

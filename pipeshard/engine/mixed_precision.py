@@ -224,8 +224,8 @@ class MasterWeight:
         self.set_part(self.master.detach().to(computed_in(self.parameter)))
 
     def blank(self) -> None:
-        """Fill the fp32 master weight with NaN until it is loaded, since its memory may contain values of an earlier
-        model."""
+        """Fill the fp32 master weight, which has not been loaded yet, with NaN: its memory may contain values of an
+        earlier model."""
         if self.is_precise:
             self.master.data.fill_(math.nan)
 
