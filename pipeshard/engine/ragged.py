@@ -2,8 +2,8 @@
 
 A position is padding if its attention mask is 0 and its labels are ignored. Without a mask, the positions after the
 last label are padding in the decoder of an encoder-decoder model. Padding is removed from every tensor that has these
-positions. Sums over valid labels and masked attention do not depend on padding. The proof at boost checks that the
-model's loss does not depend on padding.
+positions. Sums over valid labels and masked attention do not depend on padding. The proof at boost checks that removing
+padding changes neither the loss nor the gradients.
 """
 
 import math

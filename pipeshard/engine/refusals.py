@@ -128,8 +128,8 @@ def differing(config: PipelineConfig, other: PipelineConfig) -> str | None:
 
 
 def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
-    """Raise ConfigurationError if a model that was boosted with `config` is boosted again with a config `other` that
-    differs, since `other` would have no effect."""
+    """Raise ConfigurationError if a model that was boosted with `config` is boosted again with a different config
+    (`other`), since the different arguments would have no effect."""
     if (name := differing(config, other)) is not None:
         raise ConfigurationError(
             f"this model was boosted with {name}={getattr(config, name)!r}, but the plugin of this call has "

@@ -28,7 +28,7 @@ class StepGuard(Guard):
         self._handle: RemovableHandle | None = None
 
     def watch(self, gradients: ModelGradients) -> None:
-        """From now on, if an optimizer that is not boosted steps on parameters of this model, refuse the step."""
+        """From now on, refuse steps on parameters of this model by optimizers that are not boosted."""
         super().watch(gradients)
         self._unrelated.clear()
 
@@ -63,8 +63,8 @@ STEP_GUARD = StepGuard()
 
 def _check_related(optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients) -> None:
     """Raise UsageError unless the step is allowed. A step inside a boosted optimizer's step is allowed if both steps
-    update the same tensors. An optimizer that contains a boosted optimizer, or is contained in one, may step if no copy
-    of a parameter is stale afterwards."""
+    update the same tensors. An optimizer that contains a boosted optimizer may step if no copy of a parameter is stale
+    afterwards. An optimizer inside a boosted optimizer may step if `refuse_alone` allows it."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in gradients.optimizers if other.is_stepping), None):
         for parameter, name in named.items():

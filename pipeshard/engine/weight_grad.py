@@ -3,8 +3,8 @@
 Zero-bubble schedules run the backward of a microbatch in two actions: B computes the gradients for which the previous
 stage waits, and W computes the weight gradients. autograd computes both in one pass. torch.distributed.pipelining
 splits the autograd graph in two and runs it twice. Here, the backward of a layer omits dW and keeps the inputs of dW,
-so W is a list of matrix products. If `.grad` exists in the same dtype, a large dW is not materialized: the product is
-accumulated directly into `.grad`.
+so W is a list of matrix products. If `.grad` already exists in the dtype of dW, a large dW is not materialized: the
+product is accumulated directly into `.grad`.
 """
 
 import inspect

@@ -31,8 +31,8 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
 
 def _size(weight: MasterWeight) -> int:
     """The number of a weight's elements on each slice of a stage, or the average if slices differ in size. The number
-    is the same on all slices, so all slices choose the same owner. They must, since a checkpoint contains the slices of
-    only one replica."""
+    is the same on all slices, so all slices choose the same owner: a checkpoint contains the slices of only one
+    replica."""
     parameter = weight.parameter
     return parameter.numel() // (parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1)
 
