@@ -1,8 +1,7 @@
 """Interpreter: runs one rank's actions of a Program on the rank's stages, and sends and receives messages with a P2P.
 
 torch.distributed.pipelining has a hand-written loop for each schedule. In pipeshard, a schedule is data, and its
-messages are also actions, so one loop runs every schedule. The loop runs exactly the Program that was proven free of
-deadlocks.
+messages are also actions, so one loop runs every schedule. It runs exactly the Program that was proven deadlock-free.
 """
 
 import contextlib

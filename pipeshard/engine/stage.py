@@ -58,8 +58,7 @@ class NaNCheck:
             self._stop(f"the loss of microbatch {i} is {float(loss.detach()):g}")
 
     def backward(self, i: int, sent: Sequence[Tensor] = ()) -> None:
-        """Check the parameters' gradients after the backward of microbatch i, and the gradients for the previous
-        stage."""
+        """Check the gradients of the parameters and for the previous stage after the backward of microbatch i."""
         self._gradients(f"after the backward pass of microbatch {i}")
         if self.gradients and not all(map(_is_finite, sent)):
             self._stop(f"the gradient of microbatch {i} for the previous stage is not finite")
