@@ -165,13 +165,13 @@ class Dataflow:
     are the gradient hooks that glue registers. `carried` are the places with state for the next forward. `passing` are
     the places that the forward changes, and that the forward or the criterion then restores. For each of the model's
     own checkpoints, `together` contains the first and the last call that the checkpoint recomputes. `valued` are the
-    units that were visited with values because they do not run on meta. `deciders` contains, for each branch of glue,
-    the outermost running module that could be a unit, if there is one. `differentiated` are the values that receive a
-    gradient of the loss through glue alone. `counts_results` is True if the criterion returns a count that depends on
-    unit results. `opaque` contains the name and the class of each object in the model's output that contains tensors,
-    but that torch's pytree treats as a leaf. The name of the output itself is "". `observed` are the attributes of
-    units that other code reads. `numbers` are the constants that such attributes of the `valued` units contain, each
-    with its value as text.
+    units that were visited with values because they do not run on meta. `deciders` contains, for each branch of glue
+    on an activation or a parameter, the outermost running module that could be a unit, if there is one.
+    `differentiated` are the values that receive a gradient of the loss through glue alone. `counts_results` is True if
+    the criterion returns a count that depends on unit results. `opaque` contains the name and the class of each object
+    in the model's output that contains tensors, but that torch's pytree treats as a leaf. The name of the output itself
+    is "". `observed` are the attributes of units that other code reads. `numbers` are the constants that such
+    attributes of the `valued` units contain, each with its value as text.
     """
 
     calls: tuple[Call, ...]
@@ -204,7 +204,7 @@ class Dataflow:
 
     @property
     def count(self) -> Question | None:
-        """The Question that computes the criterion's count, if the trace recorded such a Question."""
+        """The Question that computes the criterion's count, or None if the trace recorded none."""
         return next((question for question in self.questions if question.is_count), None)
 
     def without_count(self) -> Self:

@@ -184,8 +184,8 @@ def _is_alike(before: Any, now: Any) -> bool:
 
 
 def has_same_entries(before: Any, now: Any) -> bool:
-    """Whether two collections are equal. For example, each call of peft's `set_adapter` creates a new list of active
-    adapters. Dicts are equal only if their entries have the same order, since a forward may call layers in this
+    """Whether two collections are equal, such as the lists of active adapters that each call of peft's `set_adapter`
+    creates. Dicts are equal only if their entries have the same order, since a forward may call layers in this
     order."""
     if type(before) is not type(now) or type(before) not in (list, tuple, dict) or len(before) != len(now):
         return False

@@ -116,8 +116,8 @@ class Work:
     """The work of one unit call at the traced sizes, and the tensors that autograd saves in this call and in the glue
     between the previous call and this call.
 
-    `flops` and `elements` (the number of computed elements) are counted for one forward. `by_parameter` maps the names
-    of the unit's parameters to the flops of the operators that read each parameter. If an operator reads several
+    `flops` and `elements` (the number of computed elements) are counted for one forward. `by_parameter` maps the name
+    of each of the unit's parameters to the flops of the operators that read it. If an operator reads several
     parameters, its flops count only for the largest parameter (the weight, not the bias). `kept` contains the size in
     bytes of each tensor that autograd saves for the backward, by key. Parameters and leaves of the batch are omitted.
     The key of a tensor is the `Value` of a unit's result, or another key that is the same for all calls that save the

@@ -23,8 +23,7 @@ def nodes_from(roots: Iterable[Node | None], until: Container[Node] = ()) -> Ite
 
 
 def reached(leaf: Any, nodes: Mapping[Node, frozenset[T]]) -> frozenset[T]:
-    """The union of the sets that `nodes` assigns to the nodes that receive a gradient if `leaf` receives one. These
-    nodes are found in autograd's graph, which ends at a detach or a comparison. The union is empty if `leaf` is not a
-    tensor."""
+    """The union of the sets of those `nodes` that receive a gradient if `leaf` receives one, according to autograd's
+    graph (which ends at a detach or a comparison). Empty if `leaf` is not a tensor."""
     found = nodes_from([getattr(leaf, "grad_fn", None)], until=nodes)
     return frozenset[T]().union(*(nodes[node] for node in found if node in nodes))

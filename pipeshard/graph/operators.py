@@ -76,8 +76,7 @@ def run_by_shape(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator uses random numbers. Attention without dropout does not use them, although the operator's tag
-    says so."""
+    """Whether an operator uses random numbers. Attention without dropout does not, despite its tag."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):

@@ -80,8 +80,8 @@ def is_comparable(value: Any) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether the value is plain and can be equal on all ranks. A device cannot, since each rank has a different
-    device."""
+    """Whether the value is plain and can be equal on all ranks. Devices are excluded, since ranks may have different
+    devices."""
     return isinstance(value, PLAIN) and not isinstance(value, torch.device)
 
 
@@ -131,7 +131,7 @@ def format_path(path: PlacePath) -> str:
 
 def resolve(root: Any, path: Iterable[PathStep]) -> Any:
     """The value at the end of a path that starts at `root`. A path that was recorded while unit calls were intercepted
-    can be resolved while unit calls are not intercepted, and vice versa."""
+    can be resolved while they are not intercepted, and vice versa."""
     for how, key in path:
         if how in ("attr", "class", "code"):
             root = getattr(root, key)

@@ -65,7 +65,7 @@ class Question:
     """A decision of glue that depends on the batch's leaves `paths`. `steps` are the operators that compute the
     decision, and `answer` is the result of the last operator. `steps` is None if the question cannot be evaluated for
     other batches. The answer is then valid only for the traced values. A Question that computes a criterion's count
-    (`is_count`) decides nothing, so the Question has no `answer` and holds for every batch."""
+    (`is_count`) decides nothing, so it has no `answer` and holds for every batch."""
 
     steps: tuple[Operator, ...] | None
     answer: Any

@@ -218,7 +218,7 @@ class CheckpointSpans:
 class Repeat:
     """The state that a second run of a call needs. `before` and `after` restore the generators to their states before
     and after the first run. If `is_answered` is True, another stage (possibly of the same rank) ran the call, and
-    `result` is its result."""
+    `result` is the call's result."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
@@ -241,7 +241,7 @@ class Repeats:
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """An empty Repeat for the current call of `unit`. The caller of this method fills in the fields. The Repeat is
         kept only if the call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a
-        reentrant checkpoint. One stage runs all unit calls from the first call in such a checkpoint on."""
+        reentrant checkpoint. The first call in such a checkpoint and all later calls are on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat

@@ -21,8 +21,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def is_moved(tensor: Tensor, data: Tensor) -> bool:
-    """Whether a tensor's storage, shape or strides differ from those of `data`, which is the tensor's former or next
-    `.data`."""
+    """Whether a tensor's storage, shape or strides differ from those of `data`, its former or next `.data`."""
     return storage_of(tensor) != storage_of(data) or tensor.shape != data.shape or tensor.stride() != data.stride()
 
 

@@ -276,7 +276,7 @@ class Taint(DispatchMode):
     def _note_shapes(self, func: Any, args: Any, inputs: Iterable[Tensor], result: Any) -> None:
         """Record the inputs that determine the shape of an operator's result in the criterion.
 
-        The last stage runs the criterion itself, so such a shape matters only if Python code or a unit reads the shape.
+        The last stage runs the criterion itself, so such a shape matters only if Python code or a unit reads it.
         """
         paths = frozenset[str]().union(*(self.shapes.get(storage_of(tensor), ()) for tensor in inputs))
         if func._overloadpacket not in SCALAR:

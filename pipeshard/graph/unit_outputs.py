@@ -1,5 +1,5 @@
-"""Unit outputs: the values that leave a unit call: in its result, through hooks, and at places to which the unit
-writes.
+"""Unit outputs: the values that leave a unit call in its result, through hooks in the unit, and at places to which the
+unit writes.
 
 A stage that does not run a unit must reproduce all outputs of the unit. The result alone is not enough: models leave
 auxiliary losses in attributes, lists and contexts, and transformers collects router logits with forward hooks. Places

@@ -215,7 +215,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 class Interception(StandIn):
     """Replaces the `forward` of one unit. A call of the unit runs `handler` if a handler is set. Otherwise, the call
-    runs the unit's own forward: `compiled` if it is set, or `original`.
+    runs the unit's own forward: `compiled` if it is set, otherwise `original`.
 
     The instance attribute is replaced, so the unit keeps its class, its hooks and its activation checkpointing. In
     transformers 5, checkpointing is inside `forward`. In earlier versions, checkpointing wraps the call of the unit,
@@ -318,7 +318,7 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
 def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
     """Context manager in which `handler` answers the units' calls. Restores the units' forwards and handlers on exit.
 
-    Compiled units run in eager mode, so that a trace does not compile units for the shapes of the trace.
+    Compiled units run in eager mode, so that a trace does not compile units for its own shapes.
     """
     global _handling
     before = [module.__dict__.get("forward") for module in units.values()]

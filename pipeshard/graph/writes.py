@@ -76,7 +76,7 @@ def sum_of_words(tensor: Tensor) -> Tensor:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """The values that a tensor stores, each element once. Returns the tensor itself unless the tensor is sparse."""
+    """The values that a tensor stores, each element once. Returns the tensor itself unless it is sparse."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
