@@ -309,9 +309,8 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
 
 
 def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
-    """A dict from the names of the parameters of `layer` that peft changes to initialize the adapter, to their new
-    values. `layer` itself is restored. peft initializes adapters in the dtype of the base weights, and casts them
-    later."""
+    """The new values, by name, of the parameters of `layer` that peft changes to initialize the adapter. `layer` itself
+    is restored. peft initializes adapters in the dtype of the base weights, and casts them later."""
     before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
     values = {name: parameter.data for name, parameter in before.items()}
     how, dtype = config.init_lora_weights, next(layer.get_base_layer().parameters()).dtype

@@ -72,7 +72,7 @@ def _crossing(
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Return the reason for each call before which no cut is allowed. A cut is not allowed in any of these cases: an
+    """The calls before which no cut is allowed, each mapped to the reason. A cut is not allowed in these cases: an
     untracked value would have to cross the cut; an earlier unit reads state that a later unit left in the previous
     forward; a torch.utils.checkpoint of the model contains the cut; the model has CutPoints elsewhere. The key
     `len(flow.calls)` stands for a cut at the end of the model."""

@@ -271,7 +271,7 @@ class Replay:
             run.inside = False
 
     def _observed(self, step: Step, run: Run) -> list[Any]:
-        """Return the values that, before a unit runs, are at the places that code on other stages reads."""
+        """Called before a unit runs: return the values at the places that code on other stages reads."""
         if not self.proves or run.listener is not None:
             return []
         return [value_at(place, self.units[step.unit]) for place, _ in step.observed]

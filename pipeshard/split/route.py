@@ -177,8 +177,7 @@ LENGTHS = 64  # maximum number of batch shapes whose sizes a route caches
 
 
 class Blank(NamedTuple):
-    """A placeholder for an activation. No result may depend on a blank. `fill` is chosen so that such a result is
-    noticed."""
+    """A placeholder for an activation. No result may depend on it: `fill` is chosen to reveal a result that does."""
 
     dtype: torch.dtype
     fill: float

@@ -85,7 +85,7 @@ def _has_values(module: nn.Module) -> bool:
 
 
 def _refuse_existing(module: nn.Module, again: nn.Module, place: int, name: str) -> None:
-    """Raise UsageError if the results of two calls of a constructor have a module with values in common."""
+    """Raise UsageError if the results of two calls of a constructor share a module that has values."""
     known = set(module.modules())
     existing = next((inner for inner in again.modules() if inner in known and _has_values(inner)), None)
     if existing is not None:

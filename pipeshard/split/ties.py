@@ -4,9 +4,9 @@ Architectures list their tied weights in different ways, or not at all. For a mo
 lists are out of date. Two names of one object are trained as one parameter, so pipeshard identifies ties by object
 identity instead.
 
-A stage holds a parameter if the stage runs one of the parameter's units, or if the stage's glue reads the parameter. So
-several stages may hold a tied weight. In addition, one process may run several parts of the model. To save, compare or
-broadcast values, all ranks must select the same stage.
+A stage holds a parameter if it runs one of the parameter's units, or if its glue reads the parameter. So several stages
+may hold a tied weight. In addition, one process may run several parts of the model. To save, compare or broadcast
+values, all ranks must select the same stage.
 """
 
 import itertools
