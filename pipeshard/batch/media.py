@@ -105,8 +105,8 @@ def _kept(areas: Sequence[int], leaves: Mapping[str, Tensor], tokens: int) -> li
 
 
 def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts | None:
-    """The number of items of each sample, from the number of its placeholder tokens or from the number of runs of
-    adjacent placeholder tokens. None if neither number determines the number of items.
+    """The number of items of each sample, from the number of its placeholder tokens, or of its runs of adjacent
+    placeholder tokens. None if neither determines it.
 
     If `stack` is the largest number of images or tiles in a sample, the processor has stacked and padded the images or
     tiles of each sample. Each sample then has one item.

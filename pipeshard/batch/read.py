@@ -105,8 +105,8 @@ def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str
     """Raise BatchError if the last entry of a tuple seems to contain labels, but is passed to the model as an optional
     mask, positions or token types. `read` contains the paths of the leaves that the criterion reads.
 
-    Since a criterion may also read a mask, the entry for an argument whose name ends in `mask` is considered labels
-    only if some of its values are neither 0 nor 1.
+    Since a criterion may also read a mask, the entry for an argument whose name ends in `mask` counts as labels only
+    if some of its values are neither 0 nor 1.
     """
     data, path = batch.data, batch.paths[-1]
     places = _positional(parameters_of_forward(model))

@@ -227,8 +227,8 @@ def is_keyed(node: Any) -> bool:
 
 
 def _tensor_keys(node: Any) -> list[str]:
-    """The sorted keys of an object, if `is_keyed` is true and at least one entry is a tensor. Otherwise, an empty
-    list."""
+    """The sorted keys of an object, if `is_keyed` is true for it and at least one entry is a tensor. Otherwise, an
+    empty list."""
     if not is_keyed(node):
         return []
     try:
