@@ -230,8 +230,8 @@ class PipelineCheckpointIO:
 
     @together_in("load_optimizer")
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str, prefix: str | None = None, **_: Any) -> None:
-        """Load the optimizer's state from a folder or file that `save_optimizer` wrote. The number of stages may differ
-        from the number when the state was saved."""
+        """Load the optimizer's state from a folder or file that `save_optimizer` wrote. The number of stages may have
+        changed since the save."""
         _refuse_prefix(prefix)
         load_optimizer(optimizer, checkpoint)
 

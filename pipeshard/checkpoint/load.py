@@ -150,8 +150,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
     Every rank checks the names and shapes of the full model before it changes any tensor, so all ranks raise the same
     CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise the error only with
-    `strict`. With `draw_missing`, `strict` has no effect, and a model with adapters loads a checkpoint of its base
-    model. Missing weights are initialized as with the plugin's `init_weights`, with a warning.
+    `strict`. With `draw_missing`, `strict` has no effect, a model with adapters loads a checkpoint of its base model,
+    and missing weights are initialized as with the plugin's `init_weights`, with a warning.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):

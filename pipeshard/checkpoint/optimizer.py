@@ -128,8 +128,8 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[Sta
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
-    """Load the optimizer's state from a file or folder that `save_optimizer` wrote. The number of stages may differ
-    from the number when the state was saved.
+    """Load the optimizer's state from a file or folder that `save_optimizer` wrote. The number of stages may have
+    changed since the save.
 
     Raises CheckpointError, on every rank and before it changes anything, for any other file or folder, and for a
     checkpoint whose parameters, shapes or groups do not match the optimizer's.

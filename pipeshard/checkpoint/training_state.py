@@ -269,13 +269,13 @@ def load_training_state(
 ) -> int:
     """Restore the given objects to their state at `step` (by default, the newest complete step), and return this step.
 
-    Call it on all ranks, with the model that `booster.boost` returned. The number of stages may differ from the number
-    when the state was saved. Objects that are not passed are not loaded. Pass several models, optimizers or LR
-    schedulers as a list, in the order in which they were saved. Each rank's random generators are always restored. If
-    the sizes of the grid have changed, every rank gets the random states of the first rank. The call first waits for a
-    background save that is still running. With `verify`, every file is compared with its saved checksum. If a file of
-    the newest step has changed and `step` is not given, this step is renamed to `step-<step>.damaged`, and an older
-    step is loaded, with a warning.
+    Call it on all ranks, with the model that `booster.boost` returned. The number of stages may have changed since the
+    save. Objects that are not passed are not loaded. Pass several models, optimizers or LR schedulers as a list, in the
+    order in which they were saved. Each rank's random generators are always restored. If the sizes of the grid have
+    changed, every rank gets the random states of the first rank. The call first waits for a background save that is
+    still running. With `verify`, every file is compared with its saved checksum. If a file of the newest step has
+    changed and `step` is not given, this step is renamed to `step-<step>.damaged`, and an older step is loaded, with a
+    warning.
 
     Raises CheckpointError, on every rank, in any of the following cases:
 
