@@ -17,7 +17,7 @@ from pipeshard.graph.rng import seed_generator, seed_process
 
 @dataclass(frozen=True)
 class Keyed:
-    """A sampler's entry and a key. A worker seeds its random generators with the key before it loads the entry."""
+    """A sampler's entry, and the key with which SeededSamples seeds the random generators before it loads the entry."""
 
     entry: Any
     key: tuple[int, ...]
