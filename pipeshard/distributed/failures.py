@@ -28,9 +28,9 @@ THROUGH = "at the end of its program"  # the message of a rank that ended withou
 @dataclass(frozen=True)
 class Fault:
     """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). `kind` is the kind of failure: the rank
-    raised an error, its process died, stalled or ended, or its agent died. If the rank raised an error, `message` is
-    the error's text, `where` is the rank's activity, and `module` is the module whose code raised the error, if any.
-    `told_by` is the rank that reports the failure."""
+    raised an error, its process died, stalled or ended, or its agent died. `message` is the error's text or describes
+    the failure, `where` is the activity in which the rank raised the error or ended, and `module` is the module whose
+    code raised the error, if any. `told_by` is the rank that reports the failure."""
 
     kind: str
     rank: int
@@ -83,8 +83,8 @@ class Alarm:
         self.rank, self.size, self.gone, self.asked = rank, size, False, False
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Run `question()` in a separate thread, and return the result. The call hangs if the store does not respond.
-        Raises DistStoreError when `gone` is set."""
+        """Run `question()` in a separate thread, and return the result. `question()` hangs if the store does not
+        respond. Raises DistStoreError when `gone` is set."""
         answer = _answer_later(question)
         self.asked = True
         try:
@@ -116,8 +116,8 @@ class Alarm:
             time.sleep(0.02)
 
     def leave(self, without: Collection[int]) -> None:
-        """Sign off when this process exits. If this rank hosts the store, this rank then waits at most LINGER seconds
-        for all ranks except the ranks in `without` to sign off."""
+        """Sign off when this process exits. If this rank hosts the store, it then waits at most LINGER seconds for all
+        ranks except the ranks in `without` to sign off."""
 
         def leave() -> None:
             self._refuse_gone()
