@@ -124,8 +124,8 @@ class PipelineConfig:
             style.
         ep_size: the number of ranks that shard the experts of each stage, using the architecture's own `ep_plan`. Not
             supported with tp_size > 1.
-        ep_plan: a custom plan, as a dict from expert modules to "ep_dispatch_experts", and from their parameters to
-            "grouped_gemm".
+        ep_plan: a custom plan, as a dict from names of expert modules to "ep_dispatch_experts", and from names of their
+            parameters to "grouped_gemm".
         zero_stage: 1 shards the optimizer state across the replicas, without splitting any parameter's state.
         fsdp: True shards the parameters, gradients and optimizer state of each held unit across the replicas, with
             torch's `fully_shard`. Parameters are gathered once per step.
@@ -160,7 +160,7 @@ class PipelineConfig:
         check_finite: check that the loss, sent activations and gradients, and the parameters' gradients and updated
             values are finite. If a value is not finite, the stage raises NonFiniteError. The error names the stage and
             the first non-finite parameter, if any. With "fp16", gradients are not checked, since they may overflow.
-        verify: prove that the split model trains like the unsplit model, before the model is cut. In the first process,
+        verify: before the model is cut, prove that the split model trains like the unsplit model. In the first process,
             all stages and the unsplit model take two steps on samples of the batch that is used for tracing. With
             pp_size=1, the proof compares the batch, split into several microbatches, with the whole batch. "auto" runs
             the proof for your own models, criteria and optimizers, for transformers classes that docs/parity.md does

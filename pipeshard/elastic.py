@@ -203,7 +203,7 @@ class ElasticJob(PreemptibleJob):
         timeout: the timeout of the default process group, in seconds.
 
     Raises ConfigurationError, on every rank, if no layout is legal for the available ranks, or if `every` or `keep` is
-    invalid. Raises UsageError if no launcher started this process, and outside the main thread.
+    invalid. Raises UsageError without a launcher, and outside the main thread.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ def _join(timeout: float) -> None:
 
 def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
     """Return the layout that rank 0 chooses, since measured profiles differ between ranks. Raises ConfigurationError on
-    every rank if the choice fails, or is a layout for another number of ranks or another global batch."""
+    every rank if the choice fails, is not a Layout, or is for another number of ranks or another global batch."""
     chosen: Any = None
     failed = ""
     if dist.get_rank() == 0:

@@ -120,8 +120,7 @@ def is_mask(path: str) -> bool:
 
 
 def is_of_decoder(path: str, encoder_decoder: bool) -> bool:
-    """Whether a leaf has one entry per position of the decoder. With `encoder_decoder`, labels also count as such a
-    leaf."""
+    """Whether a leaf has one entry per position of the decoder. With `encoder_decoder`, this includes labels."""
     return path.startswith("decoder_") or (encoder_decoder and path.endswith(LABELS))
 
 
@@ -450,9 +449,9 @@ def hide_world() -> None:
 
 @contextmanager
 def lone_losses(pp_size: int) -> Iterator[None]:
-    """Context manager in which losses of transformers normalize by the batch of this process. This context manager has
-    no effect with one stage. With several stages, only the ranks of the last stage compute the loss, so the other ranks
-    cannot take part in a sum over all processes."""
+    """Context manager in which losses of transformers normalize by the batch of this process. Has no effect with one
+    stage. With several stages, only the ranks of the last stage compute the loss, so the other ranks cannot take part
+    in a sum over all processes."""
     token = _is_lone.set(pp_size > 1)
     try:
         yield

@@ -65,9 +65,9 @@ ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp
 class PipelinePlugin:
     """Trains a model across `pp_size` processes. Each process holds one stage, or several chunks of the model.
 
-    The world may have more than `pp_size` ranks: there may be `dp_size` replicas of the pipeline, each of which reads
-    its own batches, and `tp_size` (or `ep_size`) slices of every stage. Ranks are numbered first along the slices of a
-    stage, then along the stages of a replica, and then along the replicas (`order="tp-pp-dp"` in Megatron).
+    The world may have more ranks: `dp_size` replicas of the pipeline, each of which reads its own batches, and
+    `tp_size` (or `ep_size`) slices of every stage. Ranks are numbered first along the slices of a stage, then along the
+    stages of a replica, and then along the replicas (`order="tp-pp-dp"` in Megatron).
 
     Args:
         pp_size: the number of ranks in a pipeline. `pipeshard.config.PipelineConfig` documents all named arguments.
@@ -80,8 +80,8 @@ class PipelinePlugin:
 
     Attributes:
         config: the arguments as a PipelineConfig. Each of its fields is also a read-only attribute of the plugin.
-        grid: this process's position and the process groups. The first use of `grid` is a collective. Before
-            `booster.boost`, therefore use `grid` on all ranks or on none.
+        grid: this process's position and the process groups. The first use of `grid` is a collective: before
+            `booster.boost`, use it on all ranks or on none.
 
     Raises ConfigurationError for invalid arguments. If an argument differs between ranks, `booster.boost` raises
     ConfigurationError.
@@ -376,8 +376,7 @@ class PipelinePlugin:
         )
 
     def recording(self, model: nn.Module | None = None) -> Recording:
-        """For this model's last step, the times of each rank's actions, and of its waits for other ranks. Call it on
-        every rank.
+        """The times of each rank's actions and waits for other ranks, in this model's last step. Call it on every rank.
 
         `plugin.recording().summary()` describes the step in one line. `plugin.recording().draw(path)` plots the
         measured step above the simulated step. On a GPU, the times are measured with GPU events.

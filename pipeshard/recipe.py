@@ -253,8 +253,8 @@ def refuse_frozen_head(settings: Namespace) -> None:
 
 @contextmanager
 def in_settings() -> Iterator[None]:
-    """Context manager that replaces names in errors: the names of the plugin's and the planner's arguments become the
-    names of these settings."""
+    """Context manager that replaces the names of the plugin's and the planner's arguments in errors with the names of
+    these settings."""
     try:
         yield
     except (ConfigurationError, PartitionError) as error:
