@@ -147,9 +147,8 @@ class Forward:
 
     def _microbatches(self, entry: Batch, forward: Callable[..., Any]) -> list[Batch]:
         """Split the call into microbatches, each with its own part of every cache, or return the call itself as the
-        only microbatch. A call is not split if this rank has several stages, or if rows are not samples (but patches of
-        images, for example). Raises UsageError if the user has set a number of microbatches, but the samples must stay
-        together."""
+        only microbatch. A call is not split if this rank has several stages, or if rows are not samples (patches of
+        images). Raises UsageError if the user has set a number of microbatches, but the samples must stay together."""
         tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
         if asked <= 1 or len(self.pipeline.stages.whole) > 1 or not counts_samples(self.pipeline.model, entry):
