@@ -172,7 +172,7 @@ class StageModule(nn.Module):
 @contextmanager
 def changed_once(model: nn.Module, flow: Dataflow, calls: Collection[int]) -> Iterator[None]:
     """Context manager for the forward of a stage that is not the first stage in this process. `calls` are the unit
-    calls that the stage runs. On exit, restores the state that only units of other stages change. Raises TraceError if
+    calls that the stage runs. On exit, restores state that only units of other stages change. Raises TraceError if
     glue changes state for the next forward, since the first stage's glue has already changed this state."""
     of_others = [place for place in flow.carried if place.writers.isdisjoint(calls)]
     carried = [place for place in of_others if place.kind not in ("parameter", "settled")]
