@@ -89,7 +89,7 @@ def divided_cost(whole: Cost, parts: Sequence[Cost]) -> list[Cost]:
 
 def call_edges(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
     """For each call of `whole`, the index of the first corresponding call of `fine`. The last entry is the number of
-    calls of `fine`. Raises PartitionError unless `fine` has the same calls as `whole`, in the same order. In `fine`,
+    calls of `fine`. Raises PartitionError unless `fine` has the calls of `whole` in the same order, except that
     consecutive calls of modules inside a unit may replace a call of the unit."""
     edges, known = [0], {call.unit for call in fine.calls}
     for call in whole.calls:
@@ -135,8 +135,8 @@ def _last_calls(flow: Dataflow) -> dict[int, str]:
 
 
 def _cheapest(costs: Sequence[float], edges: Sequence[int], possible: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """For each layer, the cuts inside it that send the fewest bytes. Omits cuts that separate less than the fraction
-    `SHARE` of the layer's cost."""
+    """For each layer, the cuts inside it across which the fewest bytes are sent. Omits cuts that separate less than
+    the fraction `SHARE` of the layer's cost."""
     found = []
     for start, end in pairwise(edges):
         least = SHARE * sum(costs[start:end])

@@ -81,10 +81,10 @@ class Memory:
     """Bytes on a device, by purpose.
 
     `values` are the fp32 master weights of 16-bit parameters, or the shards that a replica keeps with fsdp. At the peak
-    of the backward passes, microbatches keep `activations`, the bytes that the running backward has allocated or
-    recomputed exceed the bytes that it has freed by `temporary`, and `absent` bytes of gradients do not exist yet.
-    `update` is the temporary memory at the end of a step. No activations exist at that time, so `total` counts only the
-    larger of `backward` and `update`. `host` is host memory, which `total` does not include.
+    of the backward passes, microbatches keep `activations`, the running backward has allocated or recomputed
+    `temporary` bytes more than it has freed, and `absent` bytes of gradients do not exist yet. `update` is the
+    temporary memory at the end of a step. No activations exist at that time, so `total` counts only the larger of
+    `backward` and `update`. `host` is host memory, which `total` does not include.
     """
 
     parameters: int = 0
@@ -374,8 +374,8 @@ class Footprint:
         self._totals = dict[tuple[int, int, StagePart | None], int]()
 
     def total(self, start: int, end: int, part: StagePart | None) -> int:
-        """The bytes, during `part`, of a stage with the calls from `start` to `end` (exclusive). If `part` is None, the
-        bytes at the end of a step."""
+        """The bytes that a stage with the calls from `start` to `end` (exclusive) takes during `part` or, if `part` is
+        None, at the end of a step."""
         key = start, end, part
         if key not in self._totals:
             if part is None:

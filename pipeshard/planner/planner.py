@@ -212,8 +212,8 @@ def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
 
 
 class Automatic(NamedTuple):
-    """The fastest candidate, whether its schedule was searched or is known; the schedule of this candidate; and the
-    fastest candidate with a known schedule (None if no known schedule fits)."""
+    """The fastest candidate (with a searched or a known schedule), the schedule of this candidate, and the fastest
+    candidate with a known schedule (None if none fits)."""
 
     candidate: Candidate
     schedule: Schedule

@@ -46,8 +46,8 @@ class Stopwatch:
         self.unit, self.capture, self.device = unit, capture, device
 
     def median(self, repeats: int) -> Cost:
-        """The median times, in seconds, of `repeats` runs. There are three times: of the forward, of the backward
-        without the weight gradients that can be deferred, and of the deferred weight gradients."""
+        """The median times of `repeats` runs, in seconds: of the forward, of the backward without the weight gradients
+        that can be deferred, and of these weight gradients."""
         state = blank_state(self.unit, self.device)
         own = (*self.unit.named_parameters(remove_duplicate=False), *self.unit.named_buffers(remove_duplicate=False))
         for name, tensor in own:
@@ -154,8 +154,8 @@ def _median(runs: Sequence[Cost]) -> Cost:
 
 @dataclass(frozen=True)
 class Profile:
-    """The times, in seconds, of F, B and W of each unit call of one microbatch. Also contains the model and the device
-    on which the times were measured.
+    """The times, in seconds, of F, B and W of each unit call of one microbatch, with the names of the measured model's
+    class and of the device.
 
     `estimated` contains the units that could not be timed. Their times are estimates, scaled to match the measured
     times.
@@ -225,8 +225,8 @@ def profile_units(
 ) -> Profile:
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
-    For each kind of unit, the forward and backward run alone in training mode: three times to warm up, and `repeats`
-    times for the median. Floating-point inputs that depend on results of other units are replaced with random values of
+    Each kind of unit runs alone in training mode, forward and backward, three times to warm up and `repeats` times for
+    the median. Floating-point inputs that depend on results of other units are replaced with random values of
     the same shapes. Masks and positions have the values that the model computes. Parameters that are not on `device`
     also have random values. If a unit fails on these values, `profile_units` warns, and estimates the unit's time from
     the times of the other units. Only one unit is on the device at a time. The time of the last call includes the loss,
