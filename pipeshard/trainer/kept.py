@@ -1,4 +1,4 @@
-"""Kept: finds changes to the Python state of a Trainer and its callbacks, undoes them, or sends them to other ranks.
+"""Kept: finds changes to the Python state of a Trainer and its callbacks, and undoes them or sends them to other ranks.
 
 compute_loss runs on the last stage, and may change the Trainer's state. KeptState finds the changes by comparison, as
 Snapshot does for changes by a model's code: it records the state that is reachable from the Trainer before the call,

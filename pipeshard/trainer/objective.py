@@ -210,9 +210,9 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether every size is at least the corresponding size of the last consistent inputs minus 1, as in a trace
-        that varies the sizes of these inputs. False in a trace that starts with shorter inputs, whose lengths may match
-        by coincidence."""
+        """Whether no size is more than 1 below the corresponding size of the last consistent inputs, as in a trace that
+        varies the sizes of these inputs. False in a trace that starts with shorter inputs, whose lengths may match by
+        coincidence."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False

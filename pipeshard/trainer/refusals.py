@@ -225,8 +225,8 @@ CALLBACKS = {
 
 
 def refuse_callback(callback: Any, name: str, config: PipelineConfig) -> None:
-    """Raise ConfigurationError if the callback (an object or a class) requires the whole model, but no rank holds the
-    whole model. `name` is the name of the Trainer's class."""
+    """Raise ConfigurationError if the callback (an object or a class) is one of TRL's CALLBACKS, which require the
+    whole model, but no rank holds the whole model. `name` is the name of the Trainer's class."""
     if config.pp_size * config.tp_size * config.ep_size == 1 and not config.fsdp:
         return
     kind = callback if isinstance(callback, type) else type(callback)

@@ -30,8 +30,8 @@ Pickled = tuple[bytes, list[tuple[Tensor, str, bool, bool]]]  # a pickle, and th
 
 
 class ValueWriter(pickle.Pickler):
-    """Pickles values for a ValueReader. `known` maps the ids of objects to paths, at which other ranks have the same
-    objects. Each path begins at one of `roots`."""
+    """Pickles values for a ValueReader. `known` maps the ids of objects to the paths at which other ranks have the
+    same objects. Each path begins at one of `roots`."""
 
     def __init__(self, known: Mapping[int, PlacePath], roots: Mapping[str, Any]) -> None:
         self.known, self.roots = known, roots
