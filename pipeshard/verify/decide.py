@@ -267,7 +267,7 @@ def _batch_norms(model: nn.Module, trains: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model is in training mode. On exit, a model in evaluation mode is restored."""
+    """Context manager in which the model is in training mode. On exit, restores a model that was in evaluation mode."""
     with contextlib.nullcontext() if model.training else preserving(model):
         if not model.training:
             model.train()

@@ -283,7 +283,7 @@ def _completed(given: Copies, built: nn.Module, sample: Batch, memo: dict[int, A
 
 
 def _drop(optimizer: Optimizer) -> None:
-    """Remove an optimizer's parameters that a smaller copy lacks, and its groups that are then empty."""
+    """Remove from an optimizer the parameters that a smaller copy lacks, and groups that are then empty."""
     for group in optimizer.param_groups:
         keep(group, [k for k, parameter in enumerate(group["params"]) if not isinstance(parameter, _Dropped)])
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

@@ -98,8 +98,8 @@ class WholeBatch:
         self, batch: Batch, weights: Weights, by_loss: bool = True, by_outputs: bool = True, units: Sequence[str] = ()
     ) -> WholeFound:
         """Compare `batch` with its microbatches, whose losses have these `weights`. With `by_loss`, compares the loss
-        and its gradients. With `by_outputs`, if these differ or are not compared, compares an objective of the outputs,
-        and its gradients. Raises Coupled for a difference in the last comparison.
+        and its gradients. If these differ or are not compared, `by_outputs` compares an objective of the outputs, and
+        its gradients. Raises Coupled for a difference in the last comparison.
 
         Both comparisons are needed if a part of the loss comes from side outputs of layers (router logits), since this
         part is computed per microbatch. Only the outputs can be compared if the weights are unknown.
