@@ -60,8 +60,7 @@ class PipelineOptimizer(Optimizer):
             replicas update.
         given: for each group, the names of all parameters that the user passed on any rank.
         options: for each group, the names of its options when it was added.
-        copies: makes the model's parameters and the updated tensors equal again after a loop has written to one of
-            them.
+        copies: makes the model's parameters and the updated tensors equal again after a loop has written to either.
     """
 
     _is_made = False  # whether __init__ has set all of this object's own attributes

@@ -121,7 +121,7 @@ class Sides:
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare the unsplit model's loss and gradients on the whole batch with its loss and gradients on the
         microbatches. (`step` has already compared the latter with the split model's.) Return None if the two differ, if
-        there is no undivided model, or if this is a later step with the same samples as the first step."""
+        an undivided model does not exist, or if this is a later step with the same samples as the first step."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None
