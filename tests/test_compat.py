@@ -162,7 +162,7 @@ def test_layers_of_each_stage(pool: Pool, num_layers: int, options: dict[str, An
 @pytest.mark.parametrize(
     "size, options, message",
     [
-        ((2,), {"axis": 1}, "Axis 1"),
+        ((2,), {"axis": 1}, "axis 1 is outside"),
         ((2, 1), {"axis": 2}, "use -2 to 1"),
         ((2,), {"num_model_chunks": 2}, "enable_interleave=True"),
         ((2,), {"num_model_chunks": 0}, "num_model_chunks=0"),

@@ -386,10 +386,10 @@ def test_the_error_of_what_cannot_be_sent_names_its_place() -> None:
     }.items():
         kept = KeptState(held)
         change()
-        with pytest.raises(UsageError, match=rf"but {what}.*: use tensors, arrays, numbers"):
+        with pytest.raises(UsageError, match=rf"{what}.*: use tensors, arrays, numbers"):
             kept.told(None)
         kept.restore()
-    with pytest.raises(UsageError, match=r"but the result or log of compute_loss .*cannot pickle 'module' object"):
+    with pytest.raises(UsageError, match=r"the result or log of compute_loss .*cannot pickle 'module' object"):
         KeptState(held).told(collections)
 
 

@@ -365,7 +365,7 @@ def test_states_of_several_tensors_are_refused_by_name(pool: Pool, tmp_path: Pat
     for problems in pool.run(packed, 2, tmp_path):
         assert len(problems) == 3
         assert all("its class Packed wraps several tensors" in problem for problem in problems)
-        assert all("use bitsandbytes.optim.AdamW8bit" in problem for problem in problems)
+        assert all("Use bitsandbytes.optim.AdamW8bit" in problem for problem in problems)
 
 
 def of_numpy_and_objects(folder: Path) -> list[str]:

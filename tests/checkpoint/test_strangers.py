@@ -212,7 +212,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "cannot be read as a checkpoint index: ValueError")
     (folder / "model.safetensors.index.json").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")  # of which a reader would wait for a writer
-    refused(lambda: StoredTensors(folder), "it does not exist")
+    refused(lambda: StoredTensors(folder), "index.json does not exist")
 
 
 class Gigabytes:
