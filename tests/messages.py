@@ -3,8 +3,14 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+
+
+def texts_of(log: Mock) -> list[str]:
+    """The texts of the calls of a mocked logger method, such as `logger.warning`."""
+    return [call.args[0] % call.args[1:] for call in log.call_args_list]
 
 
 def messages_of(attempts: Iterable[Callable[[], Any]], *kinds: type[Exception]) -> list[str]:

@@ -64,7 +64,9 @@ def foreign_steps() -> None:
             UsageError, match=r"SGD was not boosted, but its step would update .* Pass the optimizer to"
         ):
             foreign.step()
-    with pytest.raises(UsageError, match=r"cannot step this SGD directly: .*, and its own step does not clip"):
+    with pytest.raises(
+        UsageError, match=r"cannot step this SGD directly: it was passed to boost .*, and its own step does not clip"
+    ):
         passed.step()
     assert all(map(torch.equal, before, values(model)))
     engine.optimizer.step()
@@ -107,7 +109,7 @@ def unconcerned() -> None:
         wrapped.step()
         engine.optimizer.zero_grad()
     assert not any(map(torch.equal, before, values(model)))
-    with pytest.raises(UsageError, match="SGD was passed to boost"):
+    with pytest.raises(UsageError, match="cannot step this SGD directly: it was passed to boost"):
         outer.base.step()
 
 

@@ -241,7 +241,9 @@ def modified_parts(clamp: Callable[..., Any]) -> None:
     before = masters(engine)
     for call in CALLS.values():
         clamped(engine, False, clamp)
-        with pytest.raises(UsageError, match=r"was modified before it was summed over the ranks \(no_sync"):
+        with pytest.raises(
+            UsageError, match=r"was modified before it was summed over the ranks \(no_sync postpones the sum"
+        ):
             call(engine)
         assert all(map(torch.equal, before, masters(engine)))
     clamped(engine, True, clamp)  # the remedy

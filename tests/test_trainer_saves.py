@@ -29,6 +29,7 @@ from pipeshard.distributed import watching
 from pipeshard.errors import CheckpointError, UsageError
 from pipeshard.trainer.checkpoint import load_state, newest, refuse_broken, stamps
 from tests import zoo
+from tests.messages import texts_of
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
 from tests.trainers import TASKS, differences, launched, logs, run, run_pipeline, trainer, with_adapters
@@ -245,7 +246,7 @@ def saved_apart(folder: Path) -> list[str]:
         made = trainer("causal", folder / f"at-{dist.get_rank()}", {"pp_size": 2}, max_steps=1, save_strategy="no")
         made.train()
         made.save_model()
-    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return texts_of(warning)
 
 
 @pytest.mark.turns

@@ -49,6 +49,7 @@ from pipeshard.trainer.checkpoint import load_checkpoint_weights, save_weights
 from pipeshard.verify.decide import is_known
 from tests import zoo
 from tests.covering import covering
+from tests.messages import texts_of
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, compared, differences, parameter_error
 
@@ -776,7 +777,7 @@ def beside_adapters(folder: Path) -> list[str]:
     split.booster.save_lora_as_pretrained(split.model, str(folder))
     with mock.patch.object(logging.getLogger("pipeshard"), "warning") as warning:
         split.booster.checkpoint_io.save_model(split.model, str(folder), shard=True, merge=True)
-    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return texts_of(warning)
 
 
 @pytest.mark.turns
@@ -805,7 +806,7 @@ def beside_weights(folder: Path, base: bool, by_trainer: bool) -> list[str]:
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     data = zoo.batch("llama")
     assert not base or torch.allclose(split.evaluate(data)["loss"], loaded(**data).loss, atol=1e-6)
-    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return texts_of(warning)
 
 
 @pytest.mark.parametrize("by_trainer", [False, True])

@@ -43,6 +43,7 @@ from tests import zoo
 from tests.covering import ALL
 from tests.engine.test_state import Net
 from tests.families import build_with
+from tests.messages import texts_of
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool, WorkerError
@@ -633,7 +634,7 @@ def with_a_new_head(folder: str) -> tuple[dict[str, Tensor], list[str]]:
     with mock.patch.object(load_module.logger, "warning") as warning:
         split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
     assert torch.isfinite(split.backward(data)["loss"])
-    return values(split), [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return values(split), texts_of(warning)
 
 
 @pytest.mark.turns
@@ -664,7 +665,7 @@ def with_a_head_that_may_be_missing(folder: str, create: bool) -> tuple[float, b
         split = Split(blank.train(), dist.get_world_size(), data, num_microbatches=2, init_weights=create)
         if not create:
             split.booster.load_model(split.model, folder)
-    is_new = any("newly initialized" in call.args[0] % call.args[1:] for call in warning.call_args_list)
+    is_new = any("newly initialized" in text for text in texts_of(warning))
     return float(split.backward(data)["loss"]), is_new
 
 
@@ -869,7 +870,7 @@ def without_cleaning(folder: str, what: str, options: dict[str, Any]) -> list[st
     with mock.patch.object(saving, what, refused), mock.patch.object(saving.logger, "warning") as warning:
         split.booster.save_model(split.model, folder, shard=True, **options)
         split.booster.checkpoint_io.wait()
-    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return texts_of(warning)
 
 
 @pytest.mark.turns

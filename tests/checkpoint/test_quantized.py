@@ -731,8 +731,8 @@ def test_packed_weights_are_not_sharded(pool: Pool, tmp_path: Path, arguments: d
     build(LLAMA).save_pretrained(tmp_path)
     for message in pool.run_expecting(ConfigurationError, boosting, 2, tmp_path, **arguments):
         assert (
-            "the weights of this model are quantized, so fsdp=True, tp_size and ep_size cannot shard them: omit these"
-            in message
+            "the weights of this model are quantized, so fsdp=True, tp_size and ep_size cannot shard them: omit these "
+            "arguments, and use more stages" in message
         )
 
 

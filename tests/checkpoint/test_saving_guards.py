@@ -73,9 +73,9 @@ def test_what_a_rank_does_not_hold_is_refused_before_anything_is_done(pool: Pool
     """`unwrap().save_pretrained` wrote zeros for the other stages, and `from_pretrained` took them without a word. The
     errors of `state_dict` and `resize_token_embeddings` advised on training loops, and one rank had been resized."""
     for rank, (*said, unchanged) in enumerate(pool.run(misused, 2, str(tmp_path))):
-        assert all(f"{rank} of 2 in its pipeline), since rank {1 - rank} of the pipeline" in text for text in said), (
-            said
-        )
+        assert all(
+            f"{rank} of 2 in its pipeline), since rank {1 - rank} of the pipeline holds this" in text for text in said
+        ), said
         assert all("booster.save_model" in text or "before booster.boost" in text for text in said)
         assert said[3].startswith("state_dict: ") and said[4].startswith("state_dict: ")
         assert sum("In a training loop" in text for text in said) == 1

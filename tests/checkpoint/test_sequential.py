@@ -518,7 +518,8 @@ def wrong(what: str) -> None:
         (
             "plain",
             UsageError,
-            "to_sequential requires a boosted model, got an instance of LlamaForCausalLM: pass the model that",
+            "to_sequential requires a boosted model, got an instance of LlamaForCausalLM: pass the model that "
+            "booster.boost(...) returned",
         ),
         ("blank", UsageError, "39 parameters that have no values yet (first: lm_head.weight): call booster.load_model"),
         ("rank", ConfigurationError, "rank must be None or a rank of this pipeline (0 to 1), got 2"),

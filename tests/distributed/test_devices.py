@@ -36,6 +36,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.private import DispatchMode
 from pipeshard.trainer import pipelined
 from tests import zoo
+from tests.messages import texts_of
 from tests.pool import Pool
 from tests.unsplit import Split
 
@@ -199,7 +200,7 @@ def warnings_of_another_accelerator() -> list[str]:
         mock.patch("pipeshard.distributed.mesh.logger.warning") as warning,
     ):
         Grid(dist.get_world_size())
-    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return texts_of(warning)
 
 
 def test_an_accelerator_that_is_not_used_is_named_once(pool: Pool) -> None:

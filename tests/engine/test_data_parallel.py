@@ -32,6 +32,7 @@ from tests import zoo
 from tests.covering import covering
 from tests.engine.test_expert_parallel import check_copies, noisy
 from tests.graph.test_randomness import with_dropout
+from tests.messages import texts_of
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool, WorkerError
@@ -190,7 +191,7 @@ def warnings_of_repeated() -> list[str]:
         assert not warning.called
         for _ in range(2):
             split.backward(data)
-    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return texts_of(warning)
 
 
 @pytest.mark.turns
@@ -357,7 +358,9 @@ def test_latent_attention_is_sliced(pool: Pool, name: str) -> None:
 
 
 def test_a_latent_projection_needs_its_number_of_rotary_features() -> None:
-    with pytest.raises(ConfigurationError, match="the config of LlamaForCausalLM has no qk_rope_head_dim: omit the"):
+    with pytest.raises(
+        ConfigurationError, match="the config of LlamaForCausalLM has no qk_rope_head_dim: omit the modules"
+    ):
         LatentProjection(zoo.build("llama"))
 
 
@@ -430,7 +433,9 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
     """The slice of a fused weight is in several places: its optimizer's states were saved as if in one, and could not
     be read, and FSDP's gradients of it were others."""
     assert pool.run(packed, 2, str(tmp_path)) == ["_S(1, 2)"] * 2
-    with pytest.raises(WorkerError, match=r"gate_up_proj across replicas, because it is a fused .*Use zero_stage=1"):
+    with pytest.raises(
+        WorkerError, match=r"gate_up_proj across replicas, because it is a fused weight.*Use zero_stage=1"
+    ):
         pool.run(divided_twice, 4)
 
 
@@ -446,7 +451,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
         (
             {"model.layers.*.input_layernorm": "sequence_parallel"},
             {},
-            "the style 'sequence_parallel', which needs inputs that are parts",
+            "the style 'sequence_parallel', which needs inputs that are parts of sequences",
         ),
         (
             {"model.embed_tokens": "colwise"},

@@ -562,7 +562,7 @@ def hooked(module: nn.Module) -> nn.Module:
         (nn.Linear(2, 2), {}, "requires a list or another iterable of at least one layer"),
         (Residual(nn.Linear(2, 2)), {}, "the Residual has its own forward, which would not run"),
         (hooked(nn.Sequential(nn.Linear(2, 2))), {}, "the Sequential has hooks, which would not run"),
-        ([nn.Linear(2, 2), 3], {}, "layer 1 has type int, which is not callable: pass a module"),
+        ([nn.Linear(2, 2), 3], {}, "layer 1 has type int, which is not callable: pass a module, a LayerSpec"),
         ([nn.ReLU], {}, r"layer 0 is the class ReLU, not an instance: pass LayerSpec\(ReLU, ...\) or ReLU\(...\)"),
         ([LayerSpec(Deciding, 4)], {}, r"layer 0, LayerSpec\(Deciding\), cannot be built on meta.*device='cpu'"),
         ([LayerSpec(torch.ones, 4)], {}, "must build an nn.Module, got an object of class Tensor"),
@@ -688,7 +688,8 @@ def test_initial_values_of_a_script_are_kept_or_refused() -> None:
 
 def test_a_layer_with_other_modules_is_named() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"layer 0 \(Choosing\).*the modules differ .*\(the first difference is layers.1\)"
+        ConfigurationError,
+        match=r"layer 0 \(Choosing\).*the modules differ from the modules on meta \(the first difference is layers.1\)",
     ):
         PipelineModule([LayerSpec(Choosing)]).build()
 

@@ -57,8 +57,11 @@ def test_a_link_is_read(text: str, bandwidth: float, latency: float) -> None:
         ),
         ({"memory": ["1GB", "much", 3]}, "device_memory='much' is not a positive size"),
         ({"speeds": "1,0.5"}, "device_speed='1,0.5' has 2 values for 3 ranks"),
-        ({"speeds": "1,0,1"}, "device_speed: '0' is not a positive number. Pass one number per rank"),
-        ({"speeds": [1, None, 1]}, "device_speed: None is not a positive number. Pass one number per rank"),
+        ({"speeds": "1,0,1"}, "device_speed: '0' is not a positive number. Pass one number per rank, as in 1.0,0.6"),
+        (
+            {"speeds": [1, None, 1]},
+            "device_speed: None is not a positive number. Pass one number per rank, as in 1.0,0.6",
+        ),
     ],
 )
 def test_what_is_not_a_device_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -155,8 +155,14 @@ def test_an_order_in_which_an_action_lacks_its_input_is_refused(order: list[Kind
     ("text", "message"),
     [
         ("0F0,0SEND_F0,0B0", "expected a compute action (such as 0F0, 1B2, 1I2 or 1W2), got '0SEND_F0'"),
-        ("0F0,0B0\n0F1,0B1", "must be on exactly one rank, but the pairs (stage, rank) of the file are [(0, 0), (0"),
-        ("0F0,0B0\n2F0,2B0", "each stage from 0 to p*v-1 must be on exactly one rank, but the pairs (stage, rank) of"),
+        (
+            "0F0,0B0\n0F1,0B1",
+            "must be on exactly one rank, but the pairs (stage, rank) of the file are [(0, 0), (0, 1)]",
+        ),
+        (
+            "0F0,0B0\n2F0,2B0",
+            "each stage from 0 to p*v-1 must be on exactly one rank, but the pairs (stage, rank) of the file",
+        ),
         ("", "the pairs (stage, rank) of the file are []"),
     ],
 )

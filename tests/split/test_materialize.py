@@ -23,6 +23,7 @@ from pipeshard.split.materialize import allocate
 from pipeshard.split.ties import names_of
 from tests import zoo
 from tests.batch.test_made_up import MadeUp
+from tests.messages import texts_of
 from tests.parity.build import build
 from tests.parity.entries import find
 from tests.pool import Pool
@@ -249,7 +250,7 @@ def warned(is_plain: bool) -> str:
         model = Scaled(is_plain)
     with mock.patch("pipeshard.split.initialize.logger.warning") as warning:
         Split(model, dist.get_world_size(), {"x": torch.ones(4, 4)}, num_microbatches=2)
-    return " ".join(call.args[0] % call.args[1:] for call in warning.call_args_list)
+    return " ".join(texts_of(warning))
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
