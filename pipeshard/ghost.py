@@ -271,5 +271,5 @@ def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any
         args = tuple([arg[k] for k in held] if isinstance(arg, list | tuple) else arg for arg in args)
     lost = _ghosts((args, kwargs))
     if lost and any(isinstance(targets[k], nn.Parameter) for k in held):
-        raise unheld(lost[0], f"{name} of a parameter that this rank holds")
+        raise unheld(lost[0], f"{name} from another stage's parameter to one of this rank", LOOP)
     return func(*args, **kwargs)

@@ -90,7 +90,7 @@ def test_inside_pipeshard_values_are_unknown_and_writes_are_dropped() -> None:
         nn.init.normal_(p)
         torch._foreach_mul_([p, free], 2.0)
         assert (free == 2).all() and p.untyped_storage().nbytes() == 4
-        with pytest.raises(UsageError, match=r"add_ of a parameter that this rank holds: layer\.weight"):
+        with pytest.raises(UsageError, match=r"add_ from another stage's parameter to one of this rank: layer\.weight"):
             held.add_(p)
     assert (held == 1).all()
 

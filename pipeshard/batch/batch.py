@@ -494,8 +494,8 @@ def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int
     size = leaf.shape[dim] if isinstance(leaf, Tensor) else len(leaf)
     if size != rows and not (isinstance(leaf, Tensor) and dim == 0 and size > rows and size % rows == 0):
         raise BatchError(
-            f"batch_dims declares dimension {dim} of {path} as the batch dimension, but its size is {size} for "
-            f"{counted(rows, 'sample')} ({where}). Declare the correct batch dimension of both leaves, or None for a "
-            "leaf that every microbatch needs in full"
+            f"batch_dims declares dimension {dim} of {path} as the batch dimension, but this dimension has size "
+            f"{size}, and the batch has {counted(rows, 'sample')} ({where}). Declare the correct batch dimension of "
+            "both leaves, or None for a leaf that every microbatch needs in full"
         )
     return dim

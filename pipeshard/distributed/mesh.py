@@ -101,7 +101,7 @@ class ProcessGroupMesh:
             return int(np.ravel_multi_index(coord, shape, mode))
         except ValueError as error:
             raise ConfigurationError(
-                f"coordinate {coord} is invalid for a mesh of {shape} in mode {mode!r}: {error}"
+                f"coordinate {coord} is invalid for a mesh of shape {shape} with mode={mode!r}: {error}"
             ) from error
 
     @staticmethod

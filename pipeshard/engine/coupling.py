@@ -86,8 +86,8 @@ class Coupling:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context manager for a call to pipeshard. On entry, checks the values that the loop has written. On exit,
-        watches the loop again. No model watches the operators that the call runs, since they are not operators of the
-        loop."""
+        resumes watching the loop. No model watches the operators that the call runs, since they are not operators of
+        the loop."""
         self.end()
         self._calls += 1
         try:

@@ -180,8 +180,8 @@ class _Search:
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
-        """Whether the loss is one of transformers' own, all labels in the batch are valid, and the loss is a mean over
-        samples in trials with valid labels only. A sum of such means over several kinds of labels also counts."""
+        """Whether the loss is one of transformers' own, all labels in the batch are valid, and, in trials whose labels
+        are all valid, the loss is a mean over samples. A sum of such means over several kinds of labels also counts."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
         return self.sizes is None and not ignored and self.rule(valid=True) is not None

@@ -94,8 +94,8 @@ class Whole:
         if not is_alike and any(parameter.requires_grad for parameter in self.pipeline.model.parameters()):
             raise UsageError(
                 "the loss depends on two boosted models, but only one of them has a loss scale (precision='fp16'): "
-                "boost both with the same precision, or call requires_grad_(False) on the model that this loss does "
-                "not train"
+                "boost both with the same precision, or call requires_grad_(False) on the model that this loss "
+                "should not train"
             )
         self.pipeline.gradients.add_to(scaling)
         if problems := self.pipeline.sync.problems():

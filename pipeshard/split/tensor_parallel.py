@@ -199,8 +199,8 @@ def style_of(name: str, by: str = "tp") -> Any:
         return Divided(name.removeprefix(DIVIDE).split(","))
     if name == "sequence_parallel":
         raise ConfigurationError(
-            f"{by}_plan contains the style {name!r}, which needs inputs that are parts of sequences, but each rank has "
-            f"whole sequences: omit the modules with this style from the {by}_plan"
+            f"{by}_plan contains the style {name!r}, which requires inputs that are sharded along the sequence "
+            f"dimension, but each rank has whole sequences: omit the modules with this style from the {by}_plan"
         )
     if name not in ALL_PARALLEL_STYLES:
         known = [*ALL_PARALLEL_STYLES.keys(), f"{DIVIDE}ATTRIBUTES"]

@@ -237,8 +237,8 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
     """Raise a VerificationError or ConfigurationError that names slices, not stages, as the likely cause."""
     if proof.kind == UNPROVEN:
         raise ConfigurationError(
-            f"num_slices={config.num_slices!r}: could not verify that {name} in slices matches the model on whole "
-            f"sequences: {proof.reason}. Use num_slices=1. PipelinePlugin(verify=False) skips this check"
+            f"num_slices={config.num_slices!r}: could not verify that {name} computes the same on slices as on "
+            f"whole sequences: {proof.reason}. Use num_slices=1. PipelinePlugin(verify=False) skips this check"
         )
     raise VerificationError(
         f"num_slices={config.num_slices!r}: {name} in slices does not match the model on whole sequences, so training "

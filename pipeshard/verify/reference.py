@@ -50,7 +50,7 @@ class Uncopyable(Exception):
 @dataclass
 class Copies:
     """A model with its criterion, optimizer and sample, or copies of these. The optimizer trains the parameters of this
-    model, and the criterion may read the parameters."""
+    model, and the criterion may read them."""
 
     model: nn.Module
     criterion: Criterion | None

@@ -271,7 +271,11 @@ def test_declared_dimensions() -> None:
 @pytest.mark.parametrize(
     ("declared", "what"),
     [
-        ({"y": 1}, r"dimension 1 of y as the batch dimension, but its size is 3 for 4 samples \(dimension 0 of ids\)"),
+        (
+            {"y": 1},
+            "dimension 1 of y as the batch dimension, but this dimension has size 3, and the batch has 4 samples "
+            r"\(dimension 0 of ids\)",
+        ),
         ({"y": 2}, r"dimension 2 of y as the batch dimension, but y has shape \(4, 3\)"),
         ({"ids": None, "y": None}, "must have a batch dimension"),
         ({"name": 0}, "dimension 0 of name as the batch dimension, but name has type str"),

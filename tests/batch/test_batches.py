@@ -159,7 +159,8 @@ def wrong() -> list[str]:
 def test_a_declaration_that_does_not_fit_is_told_on_every_rank(pool: Pool) -> None:
     expected = [
         r"batch_dims names \['lables'\], but the paths of the batch are \['frames', \".beside\['bias'\]\"",
-        r"dimension 1 of labels as the batch dimension, but its size is 6 for 5 samples \(dimension 0 of frames\)",
+        "dimension 1 of labels as the batch dimension, but this dimension has size 6, and the batch has 5 samples "
+        r"\(dimension 0 of frames\)",
         r"dimension 3 of frames as the batch dimension, but frames has shape \(5, 6, 8\)",
         "batch_dims must map the paths of leaves to a dimension or None.*got 1",
         "the stages of one pipeline must read the same batch",

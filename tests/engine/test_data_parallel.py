@@ -451,7 +451,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
         (
             {"model.layers.*.input_layernorm": "sequence_parallel"},
             {},
-            "the style 'sequence_parallel', which needs inputs that are parts of sequences",
+            "the style 'sequence_parallel', which requires inputs that are sharded along the sequence dimension",
         ),
         (
             {"model.embed_tokens": "colwise"},
