@@ -389,5 +389,5 @@ class Save(ABC):
             time.sleep(0.05)
 
     def _status(self, stage: int) -> Path:
-        """A stage's status file: the time of its last heartbeat, or "done" or "failed" once its save has ended."""
+        """A stage's status file: the count of its heartbeats, or "done" or "failed" once its save has ended."""
         return self.beside(f"stage{stage}.status")
