@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -11,15 +11,16 @@ from torch import nn
 from pipeshard.graph.places import PlacePath, is_users_function, names_in, own
 
 
-def is_mentioned(place: PlacePath, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether code outside `unit` mentions the name of `place`, and may therefore read the value that a call of the
-    unit has written to the place. Searches the criterion, the model's classes, the user's decorators in these classes,
-    and functions in attributes of modules. Skips every class, decorator and function that `unit` also has. Returns True
-    for a place without a name."""
+def is_mentioned(place: PlacePath, names: Collection[str]) -> bool:
+    """Whether the name of `place` is one of `names`. True for a place without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
-    if name is None:
-        return True
-    name = name.rpartition(".")[2]
+    return name is None or name.rpartition(".")[2] in names
+
+
+def names_outside(unit: nn.Module, model: nn.Module, criterion: Any) -> frozenset[str]:
+    """All names that code outside `unit` mentions. Such code may read the value that a call of the unit has written to
+    a place with one of these names. Searches the criterion, the model's classes, the user's decorators in these
+    classes, and functions in attributes of modules. Skips every class, decorator and function that `unit` also has."""
     around, inside = _classes_in(model), _classes_in(unit)
     others, code = around - inside, set[CodeType]()
     if isinstance(criterion, FunctionType):
@@ -30,7 +31,7 @@ def is_mentioned(place: PlacePath, unit: nn.Module, model: nn.Module, criterion:
     code |= {function.__code__ for function in functions if function}
     code |= _decorating(others) - _decorating(inside)
     code |= _code_held(model) - _code_held(unit)
-    return any(name in names_in(each) for each in code)
+    return frozenset(name for each in code for name in names_in(each))
 
 
 def _classes_in(model: nn.Module) -> set[type]:
