@@ -63,6 +63,9 @@ class DeadlockError(PipeshardError, RuntimeError):
     """A program that deadlocks."""
 
 
+NO_LOSS = "found no loss to train on: add labels to the batch, or pass a criterion"
+
+
 def of_all(error: Exception) -> Exception:
     """Mark an error that all ranks raise together, so that no rank reports it to the other ranks. Returns the error."""
     error.__dict__["pipeshard_of_all"] = True

@@ -387,7 +387,10 @@ def imported(path: str) -> Any:
 
 
 def not_imported(path: str, error: BaseException) -> ConfigurationError:
-    return ConfigurationError(f"reward_funcs: {path} cannot be imported: {error}")
+    return ConfigurationError(
+        f"reward_funcs: {path} cannot be imported: {error}. Name a function "
+        "as <module>.<function>, with a module that Python finds from this folder, or a function of trl.rewards"
+    )
 
 
 def refuse_no_rewards(settings: Namespace) -> None:

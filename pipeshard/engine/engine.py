@@ -46,7 +46,7 @@ from pipeshard.engine.stage import Stage
 from pipeshard.engine.stages import Stages
 from pipeshard.engine.traces import Doubt, FoundWays, Traces
 from pipeshard.engine.updates import is_sampled
-from pipeshard.errors import UsageError, listed
+from pipeshard.errors import NO_LOSS, UsageError, listed
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import without_gradients
@@ -404,7 +404,7 @@ class Pipeline:
 
     def _refuse_untrainable(self, flow: Dataflow, outputs: Outputs) -> None:
         if flow.loss is None:
-            raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
+            raise UsageError(NO_LOSS)
         if not self.trainable:
             raise UsageError(
                 "there is nothing to train: every parameter was already frozen (requires_grad=False) when the model "

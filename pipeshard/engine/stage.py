@@ -24,7 +24,7 @@ from pipeshard.engine.mixed_precision import filled_like
 from pipeshard.engine.offload import Offload
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.weight_grad import Deferral, Gradients
-from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, UsageError
+from pipeshard.errors import NO_LOSS, ConfigurationError, NonFiniteError, TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.operators import casting
@@ -333,7 +333,7 @@ class Stage:
         loss = loss if microbatch.summed else mean
         if loss is None:
             if self.train:
-                raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
+                raise UsageError(NO_LOSS)
             return None
         share = microbatch.share
         part = loss.detach() * share if share != 0 else torch.zeros_like(loss)  # 0/0 without labels

@@ -61,7 +61,8 @@ class Generation:
                 "replica may generate a different number of tokens. Use fsdp=False, or save the model and load it in "
                 "one process"
             )
-        if pipeline.grid.size > pipeline.grid.dp_size and stops_by_clock(pipeline.model, args, kwargs):
+        is_shared = pipeline.grid.size > pipeline.grid.dp_size  # several ranks generate the same samples
+        if is_shared and stops_by_clock(pipeline.model, args, kwargs):
             raise ConfigurationError(
                 "max_time is not supported in a pipeline: each rank reads its own clock, so ranks would stop at "
                 "different tokens. Limit the number of tokens with max_new_tokens"
@@ -81,7 +82,7 @@ class Generation:
                 kind: Any = type(pipeline.model)
                 generate = self.own or functools.partial(kind.generate, pipeline.model)
                 result = generate(*args, **kwargs)
-            if pipeline.grid.size > pipeline.grid.dp_size:
+            if is_shared:
                 self.forward.end(result)
             return result
         finally:

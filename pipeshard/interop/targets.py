@@ -20,7 +20,7 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.norm_guard import NORM_GUARD
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.stage import Microbatch
-from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError, counted
+from pipeshard.errors import NO_LOSS, BatchError, ConfigurationError, TraceError, UsageError, counted
 from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target
 from pipeshard.schedule.given import chunks_of, name_of
 from pipeshard.schedule.program import Program
@@ -409,7 +409,7 @@ class Deepspeed(Target):
         from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # type: ignore[import-not-found]
 
         if split.flow.loss is None:
-            raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
+            raise UsageError(NO_LOSS)
         batch = as_keywords(split.model, split.sample.data)
         _refuse_unsendable(split, batch)
         names, tied = tuple(batch), split.policy.ownership.shared()

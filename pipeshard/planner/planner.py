@@ -16,7 +16,7 @@ from pipeshard.batch.read import dummy_inputs, read_batch
 from pipeshard.config import AUTO
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.refusals import refuse_sharded_packing
-from pipeshard.errors import ConfigurationError, PartitionError, UsageError, counted
+from pipeshard.errors import NO_LOSS, ConfigurationError, PartitionError, UsageError, counted
 from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import recomputes
@@ -273,7 +273,7 @@ def study(
     with precision.seeming(model):
         flow, meter = metered(model, microbatch, criterion, cuts=cuts)
         if flow.loss is None:
-            raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
+            raise UsageError(NO_LOSS)
         units = [model.get_submodule(call.unit) for call in flow.calls]
         recomputed = any(map(recomputes, units))
         unrecomputed = metered(model, microbatch, criterion, cuts=cuts, recomputed=False)[1] if recomputed else meter

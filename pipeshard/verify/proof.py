@@ -18,7 +18,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.engine.dependent import dependent_text, failing, is_of_model
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.optimizer_trial import never_couples
-from pipeshard.errors import BatchError, PartitionError, PipeshardError, TraceError, summary
+from pipeshard.errors import NO_LOSS, BatchError, PartitionError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.indices import checking_indices
 from pipeshard.graph.lone import Lone
@@ -356,7 +356,7 @@ class _Proving:
                     stack.enter_context(self.limit.measuring(reference.model, STEPS_LEFT))
                 loss, _ = reference.step([batch], ONE_PART, (SEED, 0), self.limit.tick)
         except NoLoss:
-            raise Unproven("found no loss to train on: add labels to the batch, or pass a criterion") from None
+            raise Unproven(NO_LOSS) from None
         except TooMuch:
             raise
         except Exception as error:  # the user's model may raise anything
