@@ -271,8 +271,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Context manager in which DataLoader creates iterators whose random numbers depend only on seed, position and
-        replica."""
+        """Context manager in which DataLoader creates iterators whose random numbers depend only on the seed, the
+        position and the replica (for a stream, also on the worker)."""
         parts = ("dataset", "collate_fn", "sampler", "batch_sampler")
         own = {name: self.__dict__[name] for name in parts}
         new = dict(own)

@@ -188,5 +188,6 @@ class Engine:
     def no_sync(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Context manager in which gradients are not summed over replicas and ties. See `PipelinePlugin.no_sync`."""
+        """Context manager in which gradients are not summed over replicas or over the ranks that hold a tied parameter.
+        See `PipelinePlugin.no_sync`."""
         return self.plugin.no_sync(model, optimizer)

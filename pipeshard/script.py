@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run a script as `__main__`. `arguments` are the script's path (or -m and the name of a module) and the script's
     own arguments.
 
-    SIGUSR1, which Slurm sends to all processes of a job, is ignored until the script installs a handler.
+    Until the script installs a handler, the process ignores SIGUSR1, which Slurm sends to all processes of a job step
+    if the job has --signal=USR1.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

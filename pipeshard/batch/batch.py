@@ -405,8 +405,8 @@ def _count_rows(
     In the main input, the declared dimension counts the samples, by default the first. In any other tensor, the
     declared dimension counts the samples. Without a declaration, the first dimension (in (3, b, s) `position_ids`, the
     second) counts the samples if its size is the number of samples. Lists, arrays, and tuples with strings have one
-    entry per sample if their length is the number of samples. Raises BatchError if the batch has no tensor or no
-    sample, or if the size of a declared dimension does not match the number of samples.
+    entry per sample if their length is the number of samples. Raises BatchError if the batch has no tensor with a batch
+    dimension, if it has no samples, or if `declared` does not fit the batch.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}

@@ -253,8 +253,8 @@ def abort_groups() -> None:
 
     Gloo collectives cannot be aborted directly. However, cancelling a receive closes all connections of the receive's
     group, unless the receive's own connection was already broken. Closing the connections aborts all operations in
-    flight in this group. Without an abort, a process with unreceived messages could not even exit, since on exit it
-    joins the threads that send these messages.
+    flight in this group. Without an abort, a process whose peers have not received its messages
+    could not even exit, since on exit it joins the threads that send these messages.
     """
     backends = _backends()
     _abort([backend for _, backend in backends if backend.name() != "gloo"])

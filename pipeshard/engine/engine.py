@@ -75,7 +75,7 @@ class Unseen(NamedTuple):
 
 class Asked(NamedTuple):
     """The arguments of a step. `loss`: whether the step returns its loss. `is_exact`: whether a proven rule gives the
-    shares of the microbatch losses. `weight`: the factor of the step's loss."""
+    shares of the microbatch losses. `weight`: the factor by which the step's loss is multiplied."""
 
     criterion: Criterion | None
     train: bool

@@ -118,7 +118,8 @@ def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Te
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The tolerated error of a sum in this dtype, relative to the largest term of the sum."""
+    """The tolerated error of a sum in this dtype, relative to the largest absolute value among the sum and
+    its terms."""
     return CLOSE.get(dtype, 2 * torch.finfo(dtype).eps)
 
 

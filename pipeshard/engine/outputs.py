@@ -230,7 +230,8 @@ class Outputs:
 
     def _refuse_lists(self, named: Sequence[tuple[str, Any]], flow: Dataflow) -> None:
         """Raise UsageError if the output's structure differs between microbatches, or if the output contains a list
-        with one entry per sample. `named` contains the leaves of the first output, with their names."""
+        with one entry per sample. `named` contains the leaves of the first microbatch's output, with
+        their names."""
         if len({str(tree_flatten(output)[1]) for output in self.kept}) > 1:
             raise _unmergeable("(its structure)", "differs between microbatches")
         rows = self._batches[0].rows

@@ -221,7 +221,7 @@ class Forward:
         numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
         what = f"a call of {entry.entry or type(self.pipeline.model).__name__}"
         if failure:
-            raise TraceError(f"{what} cannot run on several stages. {failure}")
+            raise TraceError(f"{what} cannot run on several stages: {failure}")
         if failed := [grid.named(rank) for rank, one in zip(ranks_of(self.group), numbers, strict=True) if one == -1]:
             raise TraceError(f"{what} cannot run on several stages: see the error of {', '.join(failed)}")
         if len(set(numbers)) > 1 and grid.dp_size == 1:

@@ -119,8 +119,8 @@ class Rollouts:
         """Return TRL's inputs for a batch of prompts, with new or buffered completions. Call it on all ranks."""
         if any(has_images(sample) for sample in generation_batch):
             raise ConfigurationError(
-                f"{type(self).__name__} does not support images in prompts: its loss divides the batch's pixel values "
-                "between samples, but stages receive the pixel values as one tensor. Train on prompts without images, "
+                f"{type(self).__name__} does not support images in prompts: its loss splits the batch's pixel values "
+                "by sample, but each stage receives the pixel values as one tensor. Train on prompts without images, "
                 "or use SFTTrainer"
             )
         stages = self._own_stages()  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ class Comparison:
 
     def loss(self, split: Tensor, unsplit: Tensor, what: str) -> None:
         if not self._close(split, unsplit, LOSS, 1e-3):
-            raise Different(f"{what} is {float(split):.7g}, unsplit {float(unsplit):.7g}", "forward")
+            raise Different(f"{what} is {float(split):.7g}, but {float(unsplit):.7g} in the unsplit model", "forward")
         self.counts["losses"] += 1
 
     def norm(self, split: float, unsplit: float) -> None:

@@ -34,7 +34,7 @@ ONE_PART = Weights([1.0])
 @dataclass(frozen=True)
 class StepCut:
     """How a step was split: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
-    of units, and the units. `found` is set if the whole batch gave the same result as the microbatches."""
+    of units, and the names of all units. `found` is set if the whole batch gave the same result as the microbatches."""
 
     step: int
     weights: Weights

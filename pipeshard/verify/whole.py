@@ -125,8 +125,8 @@ class WholeBatch:
         return self._differences(RunMode(draws=SHARED if self.draws else "", by_outputs=True))
 
     def _differences(self, way: RunMode) -> str:
-        """The difference between both sides, or "" if they are equal in one of several modes, which are tried in
-        turn."""
+        """A description of the difference between the two sides, or "" if they are equal in one of several modes, which
+        are tried in turn."""
         why = self._attempt(way)
         if why and not way.draws:
             why = self._attempt(replace(way, draws=SHARED))
@@ -183,8 +183,9 @@ class WholeBatch:
         return ""
 
     def _once(self, way: RunMode) -> str:
-        """The difference between both sides in one mode. If microbatches differ only because of state that an earlier
-        microbatch leaves on the model, the difference counts only if the state depends on the samples."""
+        """A description of the difference between the two sides in one mode. If microbatches differ only because of
+        state that an earlier microbatch leaves on the model, the difference counts only if the state depends on the
+        samples."""
         self.way = way
         draws = _draws_of(way)
         whole = self._side(way, [self.batch], Weights([1.0]), draws)
@@ -319,7 +320,7 @@ class WholeBatch:
 
 
 def unlike(whole: Side, parts: Side, way: RunMode) -> str:
-    """The difference between both sides, or "" if there is none."""
+    """A description of the difference between the two sides, or "" if there is none."""
     m = f"{len(parts.shares)} microbatches"
     dtypes = {gradient.dtype for gradient in whole.gradients.values() if gradient is not None}
     least = max(ROUGH, *(8 * torch.finfo(dtype).eps for dtype in (whole.dtype, *dtypes))) if way.rough else 0.0

@@ -24,8 +24,8 @@ every forward and every backward. "FSDP2, once a step" keeps the gathered parame
 both variants of FSDP2 accumulate the gradients of all microbatches and reduce these gradients once per step. ZeRO-3
 shards the same tensors as FSDP2, and reduces gradients after each microbatch.
 
-`tc tbf` limits the rate of the link. The link has no other traffic and adds no latency. The table shows the time per
-step, as a median over the rounds with quartiles. "Memory" is the largest resident set of a rank during a step,
+`tc tbf` limits the rate of the link. The link has no other traffic and adds no latency. The table shows the median
+time per step over the rounds, with quartiles. "Memory" is the largest resident set of a rank during a step,
 including Python and torch. "Sent" is the amount of data that a rank sends per step."""
 
 LINKS = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}

@@ -17,7 +17,7 @@ from pipeshard.schedule import SCHEDULES
 
 TEXT = """\
 All contenders train the same model on the same batches with AdamW in fp32 and p = 2. The layers are split into equal
-parts. The tables show the time per step, as a median over the rounds with quartiles. The limit of a schedule is its
+parts. The tables show the median time per step over the rounds, with quartiles. The limit of a schedule is its
 simulated makespan plus the time of the optimizer's step. The simulation uses each stage's times for F (forward), B
 (input gradients) and W (weight gradients), measured in the same round. In the simulation, messages, tied weights and
 Python take no time.
