@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -11,27 +11,33 @@ from torch import nn
 from pipeshard.graph.places import PlacePath, is_users_function, names_in, own
 
 
-def is_mentioned(place: PlacePath, names: Collection[str]) -> bool:
-    """Whether the name of `place` is one of `names`. True for a place without a name."""
-    name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
-    return name is None or name.rpartition(".")[2] in names
+class Outside:
+    """The code of a model outside a unit. Such code may read the values that a call of the unit has written to places
+    whose names the code mentions."""
 
+    def __init__(self, unit: nn.Module, model: nn.Module, criterion: Any) -> None:
+        self.unit, self.model, self.criterion = unit, model, criterion
 
-def names_outside(unit: nn.Module, model: nn.Module, criterion: Any) -> frozenset[str]:
-    """All names that code outside `unit` mentions. Such code may read the value that a call of the unit has written to
-    a place with one of these names. Searches the criterion, the model's classes, the user's decorators in these
-    classes, and functions in attributes of modules. Skips every class, decorator and function that `unit` also has."""
-    around, inside = _classes_in(model), _classes_in(unit)
-    others, code = around - inside, set[CodeType]()
-    if isinstance(criterion, FunctionType):
-        code.add(criterion.__code__)
-    else:
-        others.add(type(criterion))
-    functions = (_undecorated(value) for kind in others for value in _members_of(kind))
-    code |= {function.__code__ for function in functions if function}
-    code |= _decorating(others) - _decorating(inside)
-    code |= _code_held(model) - _code_held(unit)
-    return frozenset(name for each in code for name in names_in(each))
+    def mentions(self, place: PlacePath) -> bool:
+        """Whether the code mentions the name of `place`. True for a place without a name."""
+        name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
+        return name is None or name.rpartition(".")[2] in self._names
+
+    @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        """All names in the criterion, the model's classes, the user's decorators in these classes, and functions in
+        attributes of modules, except in a class, decorator or function that the unit also has."""
+        around, inside = _classes_in(self.model), _classes_in(self.unit)
+        others, code = around - inside, set[CodeType]()
+        if isinstance(self.criterion, FunctionType):
+            code.add(self.criterion.__code__)
+        else:
+            others.add(type(self.criterion))
+        functions = (_undecorated(value) for kind in others for value in _members_of(kind))
+        code |= {function.__code__ for function in functions if function}
+        code |= _decorating(others) - _decorating(inside)
+        code |= _code_held(self.model) - _code_held(self.unit)
+        return frozenset(name for each in code for name in names_in(each))
 
 
 def _classes_in(model: nn.Module) -> set[type]:

@@ -1,6 +1,5 @@
 """Readers: the code that reads attributes of the units' modules in a trace."""
 
-import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from torch import nn
 
 from pipeshard.graph.dataflow import Call, Observed
 from pipeshard.graph.kinds import CallKind, Settings
-from pipeshard.graph.mentions import is_mentioned, names_outside
+from pipeshard.graph.mentions import Outside
 from pipeshard.graph.places import MISSING, PathStep, PlacePath, is_comparable, is_constant, names_in, names_stored_in
 from pipeshard.graph.snapshot import noting_reads
 from pipeshard.replaced import replaced
@@ -81,7 +80,7 @@ class Readers:
         other code mentions the place."""
         units = {call.unit: settings[call.unit] for call in calls}
         layers = nn.ModuleList(own.root for own in units.values())
-        outside = functools.cache(partial(names_outside, layers, self.model, self.criterion))  # few traces need it
+        outside = Outside(layers, self.model, self.criterion)
         stored, named = (
             {unit: _names(own, code) for unit, own in units.items()} for code in (names_stored_in, names_in)
         )
@@ -94,7 +93,7 @@ class Readers:
                     place = (*path, PathStep(how, key))
                     others = {other for other in reaching - {unit} if key in named[other]}
                     readers = {k for k, call in enumerate(calls) if call.unit in others}
-                    if is_mentioned(place, outside()):
+                    if outside.mentions(place):
                         readers.add(-1)
                     if readers:
                         yield Observed(unit, place, frozenset(readers))

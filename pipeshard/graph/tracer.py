@@ -351,9 +351,7 @@ class Reading(TorchFunctionMode):
         elif func in self.DIFFERENTIATORS and self._are_of_units(args[0]):
             return self._zeros(args[0], args[1] if len(args) > 1 else (), (kwargs or {})["create_graph"])
         elif func is Tensor.data_ptr and args[0].is_meta:
-            raise RuntimeError(
-                "the forward reads the address of a meta tensor (Tensor.data_ptr), but a meta tensor has no memory"
-            )
+            raise RuntimeError("the forward reads the address (data_ptr) of a meta tensor, which has no memory")
         elif func in self.READERS:
             self.taint.read_values(args[0], is_by_address=func is Tensor.data_ptr)
         elif self.taint.shapes and func in self.SIZES:

@@ -6,7 +6,6 @@ of the trace, and blanks for values that this stage does not need. The results o
 trace, which defines the shapes and types that other stages receive.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import TraceError, UsageError
-from pipeshard.graph.mentions import is_mentioned, names_outside
+from pipeshard.graph.mentions import Outside
 from pipeshard.graph.places import format_path, is_comparable
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
 from pipeshard.graph.shapes import TensorSpec
@@ -320,7 +319,7 @@ class Replay:
             traced[source.place] = expected[start : start + tree.num_leaves]
             start += tree.num_leaves
         tensors = tree_tensors(arguments)
-        outside = functools.cache(functools.partial(names_outside, unit, self.model, self.criterion))
+        outside = Outside(unit, self.model, self.criterion)
         for source, content in changed(before, but=tensors):
             leaves, seen = tree_leaves(content), traced.get(source.place)
             if seen is None:
@@ -329,7 +328,7 @@ class Replay:
                 differs = len(leaves) != len(seen)
                 is_other = any(is_comparable(leaf) and not is_as(leaf, then) for leaf, then in zip(leaves, seen))
             is_other = is_other and not source.by_hook
-            if differs or (is_other and is_mentioned(source.place[1:], outside())):
+            if differs or (is_other and outside.mentions(source.place[1:])):
                 place = f"changes {format_path(source.place[1:]) or 'its arguments'}"
                 raise self._differs(step, run, place, "no such change", None, PLACE)
 
