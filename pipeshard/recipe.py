@@ -388,8 +388,8 @@ def imported(path: str) -> Any:
 
 def not_imported(path: str, error: BaseException) -> ConfigurationError:
     return ConfigurationError(
-        f"reward_funcs: {path} cannot be imported: {error}. Name a function "
-        "as <module>.<function>, with a module that Python finds from this folder, or a function of trl.rewards"
+        f"reward_funcs: {path} cannot be imported: {error}. Name a function as <module>.<function>, with a module that "
+        "Python finds from this folder, or a function of trl.rewards"
     )
 
 

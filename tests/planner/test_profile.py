@@ -197,7 +197,7 @@ def test_a_profile_survives_its_file_and_is_refused_for_something_else(tmp_path:
 
 
 def spent(stopwatch: Stopwatch, repeats: int) -> Cost:
-    """Stands for `Stopwatch.median`, which a busy machine makes larger: what a Slow is told, 0.1 ms of others."""
+    """Replaces `Stopwatch.median`, whose times grow on a busy machine: the times of a Slow, 0.1 ms for other units."""
     forward, backward = getattr(stopwatch.unit, "ms", (0.1, 0.1))
     return Cost(forward / 1000, backward / 1000, 0.0)
 
