@@ -384,7 +384,7 @@ for _kind, (_, _what) in TRAINERS.items():
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def crash(folder: str) -> None:
-    """Explain a failure from the reports (rank-0.json, ...) that failed ranks wrote to FOLDER, usually `crash`."""
+    """Explain a failure from the reports (rank-0.json, ...) that the ranks wrote to FOLDER, usually `crash`."""
     from pipeshard.distributed.crash import page
 
     try:

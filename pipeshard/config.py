@@ -44,8 +44,8 @@ OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between 
 class PipelineHints:
     """The attribute `pipeline_hints` of a model: values for the plugin's arguments that the user did not set.
 
-    `num_stages` is the number of stages that the model requires, or None. If `recompute` is True, every unit is
-    recomputed or, if `checkpointable` is set, every unit whose class name is in `checkpointable`.
+    `num_stages` is the number of stages that the model requires, or None. If `recompute` is True, units are recomputed:
+    all units or, if `checkpointable` is set, only the units whose class names are in `checkpointable`.
     """
 
     num_stages: int | None = None
@@ -87,8 +87,8 @@ class PipelineConfig:
             time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and
             schedule="1f1b", "gpipe" or "zb-h1".
         num_model_chunks: v, the number of model chunks per rank: 2 (the default) or more for "interleaved", always 2
-            for the V schedules ("zbv", "v-half", "v-min"), and 1 for all other schedule names. With a Program or
-            "auto", the schedule determines v.
+            for the V schedules ("zbv", "v-half", "v-min"), and 1 for all other schedule names. With a Program, a
+            function or "auto", the schedule determines v.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: how to choose the cuts:
             - "auto": by cost;
@@ -146,7 +146,8 @@ class PipelineConfig:
         offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all other
             activations to the host until their backward. "optimizer" keeps the optimizer's states and the master
             weights on the host. Gradients are copied to the host for the optimizer's step, which runs on the CPU, and
-            the updated values are copied back. "both" combines the two. On a CPU, nothing is copied.
+            the updated values are copied back. "both" combines the two. On a CPU, nothing is copied. "optimizer" and
+            "both" are not supported with `fsdp`, tp_size > 1 or ep_size > 1.
         activation_checkpoint_interval: an alternative to `recompute`: with k > 0, every k-th unit call of the model is
             recomputed.
         timeout: the number of seconds that one action of a step, or one wait for another rank, may take, or None for no
@@ -391,7 +392,7 @@ class PipelineConfig:
         self._check("init_weights", draws, "True, False or a function")
         self._check("compile", isinstance(self.compile, bool | dict), "True, False or a dict of options")
         times = self.timeout if isinstance(self.timeout, Mapping) else {"step": self.timeout}
-        what = "a number of seconds, 'adaptive' or None, or a dict of these for 'step', 'other' and 'between'"
+        what = "a positive number of seconds, 'adaptive' or None, or a dict of these for 'step', 'other' and 'between'"
         self._check("timeout", set(times) <= {"step", "other", "between"} and all(map(is_time, times.values())), what)
         self._check("verify", isinstance(self.verify, bool) or self.verify == "auto", "'auto', True or False")
         self._check_numbers()

@@ -91,7 +91,7 @@ class PreemptibleJob:
         models of a GAN, or a model and the average of its weights), optimizers or LR schedulers as a list. Returns the
         number of completed steps, which is 0 for a new job.
 
-        Raises CheckpointError, on every rank, if:
+        Raises UsageError if `directory` differs between ranks. Raises CheckpointError, on every rank, if:
         - the state does not match these objects;
         - all saved steps in the directory are incomplete (an interrupted save does not count as a step);
         - only some of the optimizers that were boosted with the models are given;
@@ -202,8 +202,9 @@ class ElasticJob(PreemptibleJob):
         keep: the number of saved steps to keep.
         timeout: the timeout of the default process group, in seconds.
 
-    Raises ConfigurationError, on every rank, if no layout is legal for the available ranks, or if `every` or `keep` is
-    invalid. Raises UsageError without a launcher, and outside the main thread.
+    Raises ConfigurationError, on every rank, if no layout is legal for the available ranks, if the function `pp_size`
+    fails or does not return a Layout for these ranks and `global_batch`, or if `every` or `keep` is invalid. Raises
+    UsageError without a launcher, and outside the main thread.
     """
 
     def __init__(

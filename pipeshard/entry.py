@@ -51,8 +51,9 @@ def initialize(
     pp_size=1, a process without a launcher creates its own group, so `initialize` also works in a notebook.
 
     Raises ConfigurationError if arguments are invalid, or if this process needs a launcher and has none. Raises
-    TraceError, PartitionError, CheckpointError or BatchError if the model cannot be split, and VerificationError if the
-    split model differs from the unsplit model.
+    UsageError if `lr_scheduler` is passed without its optimizer, or if the model is the inner model of a boosted model.
+    Raises TraceError, PartitionError, CheckpointError or BatchError if the model cannot be split, and VerificationError
+    if the split model differs from the unsplit model.
     """
     if plugin is not None and arguments:
         raise ConfigurationError(

@@ -19,11 +19,11 @@ class TraceError(PipeshardError, RuntimeError):
 
 
 class PartitionError(PipeshardError, ValueError):
-    """The model cannot be cut into the requested stages."""
+    """The model cannot be cut into the requested stages, or does not fit in the given memory."""
 
 
 class BatchError(PipeshardError, ValueError):
-    """The data passed to a step cannot be used, or differs between ranks."""
+    """A batch is missing, cannot be used, or differs between ranks."""
 
 
 class UsageError(PipeshardError, RuntimeError):

@@ -176,8 +176,8 @@ LOOP = (
 
 
 def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
-    """The error for the operation `what`, which needs values that this rank does not hold. The message contains the
-    text `before`, followed by the advice."""
+    """The error for the operation `what`, which needs values that this rank does not hold. The advice begins with the
+    text `before`, unless `what` has its own advice."""
     advice = before + (
         "Save the model with booster.save_model(model, folder, shard=True) or trainer.save_model(folder), or adapters "
         "with booster.save_lora_as_pretrained(model, folder). Load a saved model with booster.load_model(model, "

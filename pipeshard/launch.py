@@ -46,7 +46,7 @@ QUIET = {
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-ALIKE, WITHIN = 3, 60.0  # stop after this many attempts in a row with the same error, each within this many seconds
+ALIKE, WITHIN = 3, 60.0  # stop after ALIKE attempts with the same error, each within WITHIN seconds of the previous
 HELP = f"""\
 usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 

@@ -232,8 +232,8 @@ class PipelinePlugin:
         local cache. `options` may contain fields of the model's config, and the following options of
         `auto_class.from_pretrained`: `dtype`, `quantization_config`, `revision`, `subfolder`, `cache_dir` and
         `trust_remote_code`. Weights that are missing from the folder are initialized. `gguf_file` names a GGUF file in
-        the folder. The model is in evaluation mode. Raises CheckpointError for a folder without a config, and
-        ConfigurationError for an unknown option.
+        the folder. The model is in evaluation mode. Raises CheckpointError if the config, the GGUF file or
+        a weights file of a cached Hub model is missing, and ConfigurationError for an option that is not supported.
         """
         return blank_model(auto_class, model_folder(Path(path), gguf_file, options), gguf_file, options)
 

@@ -69,7 +69,9 @@ class PipelineArguments:
     device_memory: str | None = setting(
         None, "Memory per device for --dry_run, such as 80GB, or one value per rank: 24GB,12GB."
     )
-    model_config: str | None = setting(None, "Model to plan if its config is missing: 'llama hidden_size=4096 ...'.")
+    model_config: str | None = setting(
+        None, "Model to plan if the config of model_name_or_path is not on this machine: 'llama hidden_size=4096 ...'."
+    )
 
 
 # The settings that are arguments of PipelinePlugin.

@@ -92,8 +92,8 @@ def unreadable_data(path: Path | str, error: BaseException) -> ConfigurationErro
 
 
 def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
-    """Raise ConfigurationError if the data lacks the columns that TRL requires, or if a row has neither a text nor a
-    chat in these columns."""
+    """Raise ConfigurationError if the data lacks the columns that TRL requires, or if one of the checked rows (see
+    `suspects`) has an invalid value in these columns."""
     if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return
     has, name = data.column_names, settings.dataset_name

@@ -143,7 +143,7 @@ def test_report(tmp_path: Path) -> None:
     assert "| resnet | bitwise | 0 | 0.10 | 2.00 | 0.50 |  |" in text
     assert "| VQModel | wrong | inf |  |  |  | p = 3: loss |" in text
     assert "**2** exact (**50.0 %** of the trainable entries),\n  1 of these bit for bit" in text
-    assert "1 of the exact entries: one microbatch, because" in text
+    assert "1 of the exact entries run as one microbatch, because" in text
     assert text == markdown(rows[::-1], {"torch": "2.13.0"}, Path("docs/packages.md"))
     chart(rows, tmp_path / "packages.md")
     assert (tmp_path / "packages.svg").read_text().count("timm")

@@ -73,8 +73,9 @@ class Batch:
         `lists` maps the paths of known lists of tensors to whether they have one entry per sample. This call updates
         `lists`.
 
-        Raises BatchError if the batch has no tensor or no sample, if it has a nested tensor or an ambiguous list, or if
-        a declared dimension does not count the samples.
+        Raises BatchError if the batch has no tensor with a batch dimension or no sample, if it has a nested tensor, an
+        ambiguous list or a mapping that cannot be built from a dict, if the length of a list with one entry per sample
+        is not the number of samples, or if `declared` does not fit the batch.
         """
         declared = declared or {}
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
@@ -164,7 +165,7 @@ class Batch:
 
     def counted(self, dims: BatchDims) -> Self:
         """This batch with some row dimensions replaced. `dims` maps paths to the new dimensions (None: no row
-        dimension)."""
+        dimension). Leaves at these paths have no owners."""
         pairs = zip(self.paths, self.row_dims, strict=True)
         owners = {path: counts for path, counts in self.owners.items() if path not in dims}
         return replace(self, row_dims=tuple(dims.get(path, dim) for path, dim in pairs), owners=owners)
@@ -216,7 +217,7 @@ class Batch:
         return taken.converted(lambda path, tensor: tensor.clone() if path in lists else tensor)
 
     def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
-        """Split the batch into microbatches of consecutive samples, whose tensors are views.
+        """Split the batch into microbatches of consecutive samples. The tensors of the microbatches are views.
 
         With `num_microbatches`, sizes differ by at most one. There are never more microbatches than samples. With
         `microbatch_size`, all microbatches have this size, except that the last one may be smaller.
@@ -404,9 +405,9 @@ def _count_rows(
 
     In the main input, the declared dimension counts the samples, by default the first. In any other tensor, the
     declared dimension counts the samples. Without a declaration, the first dimension (in (3, b, s) `position_ids`, the
-    second) counts the samples if its size is the number of samples. Lists, arrays, and tuples with strings have one
-    entry per sample if their length is the number of samples. Raises BatchError if the batch has no tensor with a batch
-    dimension, if it has no samples, or if `declared` does not fit the batch.
+    second) counts the samples if its size is the number of samples. Lists, arrays, and tuples with strings or tensors
+    have one entry per sample if their length is the number of samples. Raises BatchError if the batch has no tensor
+    with a batch dimension, if it has no samples, or if `declared` does not fit the batch.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}

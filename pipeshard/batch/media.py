@@ -114,7 +114,7 @@ def _items(areas: Sequence[int], is_token: Tensor, stack: int | None) -> Counts 
     begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
     tokens, runs = is_token.sum(1).tolist(), begins.sum(1).tolist()
     items = _assign(areas, tokens) if set(areas) != {1} else None  # 1: unknown
-    if items is None:  # items of several runs (frames, rows of patches) have more runs than there are items
+    if items is None:  # with several runs per item (frames, rows of patches), there are more runs than items
         items = tuple(runs) if sum(runs) == len(areas) else _assign([1] * len(areas), tokens)
     if len(areas) != len(tokens):
         return items

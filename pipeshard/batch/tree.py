@@ -3,8 +3,8 @@
 A batch is split, compared and sent leaf by leaf, and reassembled for the model. torch's pytree flattens dicts, lists,
 tuples and registered classes. A registration is process-wide and permanent. Batches also contain dataclasses,
 namespaces, mappings and plain objects with tensors, and some lists are leaves in one batch but not in another. This
-module therefore walks batches itself. It flattens containers that torch knows with pytree, one level at a time, and all
-other containers by their keys or attributes. It registers no class.
+module therefore walks batches itself. It uses pytree, one level at a time, for containers that torch knows, and
+flattens all other containers by their keys or attributes. It registers no class.
 """
 
 import copy

@@ -14,8 +14,8 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
     """Return `path` if it is a folder, otherwise the cached folder of the Hub model with this name. If `options`
     contains `subfolder`, return this subfolder instead. Options that select the folder are removed from `options`.
 
-    Raises CheckpointError if the model's weights are not in the cache, and ConfigurationError for `force_download` and
-    `code_revision`, which only affect a download.
+    Raises CheckpointError if `path` is neither a folder nor a Hub model with all weights in the cache, and
+    ConfigurationError for `force_download` and `code_revision`, which only affect a download.
     """
     for name in ("force_download", "code_revision"):
         if options.pop(name, None):

@@ -63,8 +63,9 @@ class PipelineCheckpointIO:
 
         The folder contains safetensors shards of at most `size_per_shard` MB, their index and the configs.
         `AutoModel.from_pretrained(checkpoint)` loads the folder. A file whose name ends in .pt, .pth or .bin has the
-        format of `torch.save`. Other files are in the safetensors format. (`use_safetensors=False`, Booster's default,
-        has no effect.) In the safetensors format, a tensor to which the architecture ties several names is stored once.
+        format of `torch.save`. Other files are in the safetensors format. (`gather_dtensor` has no effect, and
+        neither has `use_safetensors=False`, Booster's default.) In the safetensors format, a tensor to which the
+        architecture ties several names is stored once.
 
         With `use_async=True`, a copy of the weights is written while training continues. The next save waits for this
         write, and raises an error if the write failed. At exit, the process also waits for the write. If the write
@@ -223,7 +224,7 @@ class PipelineCheckpointIO:
         use_async: bool = False,
     ) -> None:
         """Write the optimizer's state to the file `checkpoint`. With `shard=True`, write one part per rank to the
-        folder `checkpoint`. `size_per_shard` and `use_async` have no effect."""
+        folder `checkpoint`. `gather_dtensor`, `size_per_shard` and `use_async` have no effect."""
         _refuse_prefix(prefix)
         self.wait()  # the model may be written to the same folder
         save_optimizer(optimizer, checkpoint, shard=shard)

@@ -176,8 +176,8 @@ def _name_base(module: PeftModel, folder: Path) -> None:
 def load_lora(model: PipelineModel, folder: Path) -> None:
     """Load the adapters of a boosted PeftModel from a folder that `save_lora` or peft wrote. Call it on all ranks.
 
-    Raises CheckpointError, on every rank, if the folder lacks one of the adapters, or if the names or shapes of an
-    adapter's tensors differ from those in the model.
+    Raises CheckpointError, on every rank, if the folder lacks one of the adapters, if the names or shapes of an
+    adapter's tensors differ from those in the model, or if an encoder computes an adapter's prompts.
     """
     from peft import get_peft_model_state_dict, load_peft_weights
 

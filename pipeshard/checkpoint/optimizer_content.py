@@ -81,7 +81,9 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     the following:
 
     - a state_dict() without "state" or "param_groups";
+    - a parameter that does not belong to the model;
     - a state whose key is neither a parameter in the optimizer's groups nor a string;
+    - two tensors with the same StateKey;
     - a value of a type that a checkpoint cannot contain.
     """
     optimizer.copies.follow(adopts=True)

@@ -20,8 +20,8 @@ ADVICE = "load another step (step=... or, in a Trainer, resume_from_checkpoint=.
 
 
 def rest_of(models: Sequence[PipelineModel], lr_scheduler: Any, position: Any = None) -> dict[str, Any]:
-    """The content of training.pt: a training state without its weights and optimizers. `position` is the state of the
-    dataloader. Raises CheckpointError for a state that `load_plain` could not read."""
+    """The content of training.pt, without the entries from `random_states` and `positions_of`. `position` is the state
+    of the dataloader. Raises CheckpointError for a state that `load_plain` could not read."""
     first, *others = (_progress(model.pipeline) for model in models)
     schedulers = {name: plain_state(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
     parts = {"random": random_state(), "dataloader": position, SCHEDULER: None, **schedulers}

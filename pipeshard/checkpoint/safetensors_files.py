@@ -93,7 +93,7 @@ class StoredTensors:
 
     def rows(self, key: str) -> "Tensor | StoredRows":
         """The matrix with this key. Its rows are read from the file when the matrix is sliced. Tensors in pickled and
-        GGUF files, and tensors without a floating-point dtype, are returned as ordinary tensors."""
+        GGUF files, and tensors with a dtype that is not in FLOATS, are returned as ordinary tensors."""
         file = self._files[key]
         if file in self._states:
             self.bytes_read += self._states[file][key].nbytes
@@ -166,7 +166,7 @@ def _scales(keys: Collection[str]) -> dict[str, dict[str, str]]:
 def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files of a checkpoint, and the file that its index lists for each key ({} without an index).
 
-    Raises CheckpointError if a file is missing, or if the index cannot be read.
+    Raises CheckpointError if a file is missing, or if the index cannot be read or lists a file outside its folder.
     """
     if path.is_dir():
         found = next((path / name for name in FILES if (path / name).exists()), None)

@@ -90,7 +90,7 @@ class FolderSave(Save):
     """
 
     configs: list[Any]  # copies of the model's configs
-    coded: nn.Module | None  # a model with custom code, whose files are also saved
+    coded: nn.Module | None  # the model, if it has custom code (the code's files are also saved)
     parts: dict[str, dict[str, Tensor]]  # this stage's shards by file name
     weight_map: dict[str, str]  # the file of each tensor of all stages
     total_size: int

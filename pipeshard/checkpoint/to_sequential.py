@@ -28,9 +28,9 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
     Returns the model on each rank. With `rank`, only this rank of each replica returns the model. The other ranks
     return None, and allocate at most one full tensor at a time. The result shares no tensors with `model`, which can
-    continue training. Its weights and buffers come from the stages that own them, in the dtype in which these stages
-    compute with them. Ties, `requires_grad`, training modes, activation checkpointing, hooks and `use_cache` come from
-    `model`. Gradients are not copied.
+    continue training. The result's weights and buffers come from the stages that own them, in the dtype in which these
+    stages compute with them. Ties, `requires_grad`, training modes, activation checkpointing, hooks and `use_cache`
+    come from `model`. Gradients are not copied.
 
     Args:
         model: the model that `booster.boost` returned.

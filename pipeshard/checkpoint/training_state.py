@@ -91,11 +91,12 @@ def save_training_state(
     - An object is not boosted.
     - Only some of the optimizers that were boosted with the models are given.
     - An optimizer belongs to another model.
-    - The dataloader has no `state_dict`.
+    - The dataloader has no `state_dict` or no `load_state_dict`.
     - `step` or `keep` is invalid, or `step` differs between ranks.
     - `directory` has a later step (which would remain the newest).
     - Another job saves into `directory`.
     - Another model of this process has saved this step to `directory`.
+    - A state cannot be written, or an earlier background save failed.
     """
     models, optimizers = models_by_name(model), by_name(OPTIMIZER, optimizer)
     first, parent = models[MODEL], Path(directory)
@@ -283,9 +284,11 @@ def load_training_state(
     - A file of the step cannot be read.
     - The step lacks the state of a given object, or a saved state does not match its object.
     - A background save failed.
+    - The step to load differs between ranks.
+    - An object is not boosted.
     - Only some of the optimizers that were boosted with the models are given.
     - An optimizer belongs to another model.
-    - The dataloader has no `state_dict`.
+    - The dataloader has no `state_dict` or no `load_state_dict`.
     """
     models, parent = models_by_name(model), Path(directory)
     pipeline = models[MODEL].pipeline

@@ -251,8 +251,8 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 def saved(value: Any) -> Any:
     """Copy a plain value. The copy contains only tensors, bytes and types that JSON restores: values of other types are
-    converted and marked. Raises CheckpointError for an object whose class derives from str, int or float, since JSON
-    would lose the class."""
+    converted and marked. Raises CheckpointError for an object whose class derives from str, bytes, int or float, since
+    JSON would lose the class."""
     if isinstance(value, defaultdict):
         return _marked("defaultdict", saved(dict(value)), getattr(value.default_factory, "__name__", None))
     if isinstance(value, Mapping) and type(value) is not dict:

@@ -21,7 +21,7 @@ class LoaderPlace:
     seed: int = 0
     iterators: int = 0  # number of iterators created; only the newest counts batches
     outdated: int = 0  # number of iterators created before the position was loaded or set; these must not be read
-    behind: int = 0  # number of iterators created when an older iterator was last read
+    behind: int = 0  # number of iterators that existed when an older iterator was last read
     first: int = 0  # number of batches before the newest iterator
     is_kept: bool = False  # set_epoch was called with the epoch of the newest iterator, before its first batch
     counted: int | None = None  # number of batches in the last epoch that was read completely

@@ -39,7 +39,7 @@ class KeyedSampler:
 
 
 class Delegate:
-    """Delegates attribute access to the object `of`, except for attributes in the Delegate's own `__dict__`."""
+    """Delegates attribute access to the object `of`, except reads of attributes in the Delegate's own `__dict__`."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "of" not in self.__dict__:  # during unpickling

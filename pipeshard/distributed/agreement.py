@@ -78,7 +78,8 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
     parameters and buffers.
 
     Ranks compare only a few elements of each tensor, since these elements differ if the ranks used different seeds.
-    Tensors that are on the meta device on any rank are skipped, since they are initialized or loaded later.
+    Tensors that are on the meta device on any rank are skipped, since they are initialized or loaded later. Tensors
+    that are not strided are also skipped.
     """
     tensors = _tensors(model)
     ranks = gather_objects({name: _digest(tensor) for name, tensor in tensors.items()}, group)

@@ -148,7 +148,7 @@ class ProcessGroupMesh:
             The group, or None if this rank's own index is not among `indices_at_axis`.
 
         Raises:
-            ConfigurationError: the mesh does not have an axis or index.
+            ConfigurationError: an axis or index does not exist, or `indices_at_axis` does not have this form.
         """
         wanted = self._ranks_along(axis, indices_at_axis)[self.rank]
         mask = torch.zeros(math.prod(self.shape), dtype=torch.int8)
@@ -204,7 +204,7 @@ class ProcessGroupMesh:
         return not self._groups
 
     def _ranks_along(self, axis: MeshAxes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
-        """For each rank of the world, the ranks of the group that these arguments select for this rank, in ascending
+        """For each rank of the world, the ranks of the group that these arguments select for that rank, in ascending
         order."""
         if indices_at_axis is None:
             axis = [axis] if isinstance(axis, int) else axis
@@ -249,7 +249,8 @@ class Grid:
         world: the group of all ranks.
         device: the device on which this process computes.
 
-    Raises ConfigurationError if the product of the sizes is not the world size, or if two ranks share a GPU under NCCL.
+    Raises ConfigurationError if no process group exists, if the product of the sizes is not the world size, or if two
+    ranks share a GPU under NCCL.
     """
 
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:

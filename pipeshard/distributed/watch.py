@@ -65,8 +65,9 @@ class Watch:
     Args:
         timeout: seconds after which an action of a step, or a wait, is considered stalled, or None for no limit.
             "adaptive" means 20 times the longest action so far. Its minimum is 30 seconds, or 600 seconds until
-            `optimizer.step()` has completed once. A mapping has separate limits for actions of a "step", for "other"
-            calls (a save, a load, a boost), and for waits of the user's own code "between" calls.
+            `optimizer.step()` has completed once. Outside a step, the limit is three times as long. A mapping has
+            separate limits for actions of a "step", for "other" calls (a save, a load, a boost), and for waits of the
+            user's own code "between" calls.
         named: returns the name of a rank in errors, such as `rank 2 (stage 2)`.
         well: the number of the last call that succeeded before the watch started, or -1 if there is none.
         monitor: receives the heartbeats of this process.

@@ -282,8 +282,8 @@ class ModelGradients:
 
     def _counted(self) -> dict[nn.Parameter, int]:
         """The parameters whose gradients this rank contributes to the norm, each mapped to the number of ranks that
-        contribute the same gradient. With ZeRO, only a parameter's owner contributes, since a loop can change the
-        gradient only in the owner's optimizer groups."""
+        contribute the same gradient. With ZeRO, only the owner contributes the gradient of a parameter that an
+        optimizer contains, since a loop can change this gradient only in the owner's optimizer groups."""
         counted = dict(self._holders)
         for weight in self.updated.values() if self.copies.zero else ():
             if weight.owner == self.grid.replica:

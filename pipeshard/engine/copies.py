@@ -129,8 +129,8 @@ class WeightCopies:
         """With ZeRO, raise UsageError if the loop has written through the optimizer's groups, which contain only the
         weights of this replica. In 16-bit training, such a write changes a master weight. In fp32, the groups contain
         the parameters themselves. This method therefore assumes such a write if the loop has written to all trained
-        weights of this replica, and to no trained weight of other replicas. `refuse_differing` later finds other writes
-        that make replicas differ."""
+        weights of this replica (at least two), and to no trained weight of other replicas. `refuse_differing` later
+        finds other writes that make replicas differ."""
         written = self._written()
         masters = [name for name, (is_parameter, _) in written.items() if not is_parameter]
         trained = [weight for weight in self._watched if weight.parameter.requires_grad]

@@ -169,8 +169,8 @@ class Coupling:
             self._updates.drawn = self._updates.drawn or self._drawn_in(self._gradients(), "the gradient of {name}")
 
     def _coupled(self, writer: str) -> str:
-        """The error message if `writer` has combined several parameters in a tensor and missed a parameter of another
-        rank, otherwise ""."""
+        """The text of a warning if `writer` has combined several parameters in a tensor and missed a parameter of
+        another rank, otherwise ""."""
         for name, tensor in self._places():
             names = {tag for tag in self._of([tensor]) if isinstance(tag, str)} | {name}
             if rest := self._rest(names):
@@ -188,9 +188,9 @@ class Coupling:
         return numbers
 
     def _drawn_in(self, places: Iterable[tuple[str, Tensor]], changed: str) -> str:
-        """The error message if the loop has written random numbers from one generator to several of these tensors, but
-        not to tensors of another rank, otherwise "". `changed` is the message's term for a tensor of the parameter
-        {name}, such as "the gradient of {name}"."""
+        """The text of a warning (for gradients, of an error) if the loop has written random numbers from one generator
+        to several of these tensors, but not to tensors of another rank, otherwise "". `changed` is the text's term for
+        a tensor of the parameter {name}, such as "the gradient of {name}"."""
         drawn: dict[Stream, set[str]] = {}
         for name, tensor in places:
             for tag in self._of([tensor]):
@@ -227,9 +227,9 @@ class Coupling:
 
     def _rest(self, names: set[str], least: int = 3) -> str | None:
         """The name of a parameter on another rank that the loop missed when it combined the parameters `names`, or
-        None. If `names` contains all of this rank's parameters (and at least two), any parameter of another rank counts
-        as missed. Otherwise, only parameters in the innermost module that contains all of `names` count, and `names`
-        must contain at least `least` names."""
+        None. If `names` contains all of this rank's trainable parameters (and at least two), any parameter of another
+        rank counts as missed. Otherwise, only parameters in the innermost module that contains all of `names` count,
+        and `names` must contain at least `least` names."""
         is_all = names >= self._held
         if len(names) < (2 if is_all else least):
             return None
@@ -419,7 +419,7 @@ class PythonReads(Watching, TorchFunctionMode):
 
 
 class OptimizerTrial(Lone):
-    """Dispatch mode of an optimizer's trial: like Lone, it refuses collectives.
+    """Dispatch mode of an optimizer's trial: like Lone, it refuses collectives of all ranks.
 
     Attributes:
         combines: whether the optimizer has changed a parameter using a value computed from several parameters. A

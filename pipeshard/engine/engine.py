@@ -431,8 +431,8 @@ class Pipeline:
 
     def _collect(self, asked: Asked, cut: Sequence[Sequence[Batch]], flow: Dataflow) -> dict[str, Any]:
         """Return the loss and the outputs, if requested. The ranks check whether the forward still matches its trace in
-        two cases: the loss is NaN, or outputs that are requested from this Dataflow for the first time contain a NaN.
-        On a GPU, a loss that is not requested is checked in the next step."""
+        two cases: the loss is NaN, or outputs that are requested from this Dataflow for the first time contain a NaN. A
+        loss that is not requested is checked only in training: on a GPU, in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         # If this rank has the model's last stage, that stage is the last of `running`.
         end, source = self.stages.running[-1].end_of_loss, self.last_rank

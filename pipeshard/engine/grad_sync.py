@@ -4,7 +4,7 @@ Several stages hold a tied weight, and all data-parallel replicas hold every wei
 process group for the whole model, and reduces gradients in hooks of each backward pass. In a pipeline, a step has a
 backward pass for every microbatch and chunk, and different ranks hold different parameters. So each bucket contains
 parameters that the same ranks hold. A bucket is reduced as soon as all stages of the rank that use the bucket's
-parameters have finished. Ties and FSDP shards are reduced at the end of the step.
+parameters have finished. Buckets of ties or of FSDP shards are reduced at the end of the step.
 """
 
 import math
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """A set of parameters, by name, that all ranks of `group` hold. These ranks are the stages of a tie, data-parallel
+    """A set of parameters, by name, that all ranks of `group` hold. These ranks are the holders of a tie, data-parallel
     replicas, tensor-parallel ranks, or a combination of these. The gradients have the same dtype, and are all-reduced
     as one flat tensor. A bucket of a `tie` or of FSDP shards is reduced at the end of a step. Any other bucket is
     reduced when the `stages` of this rank that use the parameters have finished. If `copies` ranks compute the same
-    gradient, only one of these ranks contributes its gradient (`contributes`), and all of them receive it."""
+    gradient, only one of these ranks contributes its gradient (`contributes`), and all receive the sum."""
 
     def __init__(
         self,
@@ -130,9 +130,9 @@ class GradientSync:
     After a synced step, `p.grad` counts as fully summed, even if the user modifies it. The next step sets `p.grad`
     aside, and reduces only gradients that are added later. So gradients may be accumulated over several steps, with or
     without `no_sync`, and are complete after each synced step. After an unsynced step, `p.grad` contains only the
-    gradients that this rank has added since the last synced step. The units in `sharded` reduce-scatter their own
-    gradients. GradientSync only sums these gradients over the stages of a tie. The gradient of each `tp_sharded`
-    parameter is converted to the parameter's placement.
+    gradients that this rank has added since the last synced step or, if the rank has added none, the summed gradient.
+    The units in `sharded` reduce-scatter their own gradients. GradientSync only sums these gradients over the stages of
+    a tie. The gradient of each `tp_sharded` parameter is converted to the parameter's placement.
     """
 
     def __init__(

@@ -77,7 +77,8 @@ def prove_loss_rule(
     test was inconclusive. Also logs a warning if the rule does not cover an auxiliary part of the loss that is computed
     from side outputs of units (router logits) or from a second kind of labels.
 
-    Raises ConfigurationError if no rule can be proven, or TraceError if glue takes a different path than in its trace.
+    Raises ConfigurationError if no rule can be proven, if the criterion returns different losses for the same input, or
+    if the criterion's count has a lower bound. Raises TraceError if glue takes a different path than in its trace.
     """
     asked = None if criterion is None and has_known_loss(model) else sizes
     search = _Search(model, flow, batch, criterion, asked)

@@ -13,8 +13,8 @@ from pipeshard.batch.batch import Batch
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of samples in all replicas (`rows`) and in a microbatch (`part`), and the sizes of all other axes
-    (`lengths`)."""
+    """The numbers of samples in all replicas (`rows`) and in a microbatch (`part`), and the sizes of all axes
+    except batch dimensions (`lengths`)."""
 
     rows: int
     part: int

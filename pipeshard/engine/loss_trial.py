@@ -50,10 +50,10 @@ class FewSamples:
     is `batch` itself, or a batch with other lengths.
 
     `read` contains the paths of the leaves that the loss reads, and `consulted` the paths of the leaves on whose values
-    Python branches. Integers are drawn from the batch's values and, if a leaf has few values, the values between
-    them. Masks remain masks. Other floating-point values are moved towards 0 or towards the highest value, or drawn
-    from the batch's values and from possible marks of missing values. If the loss `is_known` (one of transformers'
-    own), these values are only scaled. Complex values are always scaled.
+    Python branches. Integers are drawn from the batch's values and, if a leaf's largest class is below SPAN, from
+    all values up to this class. Masks remain masks. Other floating-point values are moved towards 0 or towards the
+    highest value, or drawn from the batch's values and from possible marks of missing values. If the loss `is_known`
+    (one of transformers' own), these values are only scaled. Complex values are always scaled.
     """
 
     def __init__(

@@ -202,7 +202,7 @@ class MasterWeight:
         """Load this rank's shard of `value`, a full tensor from a checkpoint. The current fp32 master weight is kept if
         it rounds to this shard, since it may have been loaded with the checkpoint's optimizer state. Returns whether
         the fp32 master weight was kept. Returns None if there is nothing to compare, because the model computes in the
-        dtype of `master`, or because the checkpoint contains fp32 values (saved with fsdp)."""
+        dtype of `master`, or because the checkpoint has another dtype (such as fp32, if saved with fsdp)."""
         part = slice_like(value, self.parameter).to(self.master.device)
         is_kept = None
         if self.is_precise and part.dtype is computed_in(self.parameter):

@@ -39,8 +39,8 @@ class Whole:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> "Whole | None":
-        """The Whole of this pipeline, or None if this process holds only a part of the model (pp_size, tp_size, or
-        fsdp=True)."""
+        """The Whole of this pipeline, or None if this process holds only a part of the model (pp_size, tp_size,
+        ep_size, or fsdp=True)."""
         grid = pipeline.grid
         return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.config.fsdp else None
 
@@ -145,8 +145,9 @@ NEED_ALL = {
         "model (in a Trainer: trainer.generate(...)) on every rank, with the prompts as one padded batch"
     ),
     "update_and_allocate": (
-        "AdaLoRA chooses the rank of each adapter from the gradients of all layers, but this process has only the "
-        "gradients of its stage. Use LoraConfig (rank_pattern sets the rank of individual layers), or pp_size=1"
+        "AdaLoRA chooses the rank of each adapter from the gradients of all layers, but this process has only a "
+        "part of these gradients. Use LoraConfig (rank_pattern sets the rank of individual layers), or pp_size=1 "
+        "without tp_size, ep_size or fsdp"
     ),
 }
 
@@ -164,7 +165,8 @@ ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
 
 
 def _answered(name: str) -> Callable[..., Any]:
-    """Return a method that calls the model's method `name`, and returns the boosted model instead of the model."""
+    """Return a method that calls the model's method `name` and returns its result, or the boosted model if the result
+    is the model."""
 
     def call(self: "PipelineModel", *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -244,7 +246,8 @@ class PipelineModel(nn.Module):
         delattr(self.module, name)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, such as its config, `generate` or `gradient_checkpointing_enable`."""
+        """Return an attribute of the model, such as its config or `gradient_checkpointing_enable`. Raises UsageError
+        for an attribute that only a wrapper reads (`ASKED_BY`)."""
         if name in ASKED_BY:
             raise UsageError(
                 f"{ASKED_BY[name]} cannot wrap a boosted model, since the booster already manages the model's "
@@ -269,13 +272,14 @@ class PipelineModel(nn.Module):
         """Return the model's output, if this process holds the full model (pp_size=1). Pass the output's loss to
         `booster.backward`.
 
-        Raises UsageError if this process holds only a part of the model (a stage, or shards).
+        Raises UsageError if this process holds only a part of the model (a stage, or shards), or if `precision` has
+        cast the parameters to 16 bits and the call has both positional and keyword arguments.
         """
         if self.whole is not None:
             return self.whole.call(args, kwargs)
         raise UsageError(
             f"this process holds only a part of the model (rank {self.pipeline.rank} of {self.pipeline.num_stages} in "
-            "its pipeline; with tp_size or fsdp, only shards), but model(...) needs the full model: use "
+            "its pipeline; with tp_size, ep_size or fsdp, only shards), but model(...) needs the full model: use "
             "execute_pipeline(..., return_outputs=True), under torch.no_grad() for evaluation"
         )
 

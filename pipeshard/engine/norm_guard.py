@@ -87,8 +87,8 @@ class NormGuard(Guard):
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
         """Raise UsageError if `held` is incomplete because of the split, or if the gradients are shards or are
-        multiplied by the loss scale. `held` is incomplete if it contains all of this rank's parameters with gradients
-        in the model or in an optimizer group, but no parameter that another stage holds or another replica updates. A
+        multiplied by the loss scale. `held` is incomplete if it contains all parameters of the model or of an optimizer
+        group that have gradients on this rank, but no parameter that another stage holds or another replica updates. A
         single tensor is never incomplete, but a list of one parameter may be this rank's part of a group."""
         if held and gradients.is_scaled:
             raise UsageError(f"{SCALED.format(function)} {gradients.remedy}")

@@ -132,7 +132,7 @@ class Offload:
 
     The following are not offloaded:
 
-    - weights and buffers, and casts of weights that microbatches share;
+    - weights and buffers, and weight casts that microbatches share;
     - small tensors, and tensors on other devices;
     - sparse tensors, tensor subclasses other than DTensor, and lazily conjugated or negated tensors;
     - storages that another microbatch or stage has already saved (copying would not free these storages).

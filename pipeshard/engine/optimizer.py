@@ -360,8 +360,8 @@ class PipelineOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Clip and unscale the gradients, and update the parameters. With a loss scale, all ranks skip the step if a
-        gradient is not finite. Returns the result of the wrapped optimizer's step, or None for a skipped step. Call it
-        on every rank."""
+        gradient is not finite. Returns the result of the wrapped optimizer's step, or None for a skipped step. Raises
+        UsageError for a closure with precision='fp16'. Call it on every rank."""
         meets = self._shares or self.gradients.updates.is_compared  # whether the ranks communicate
         together = together_in("optimizer.step") if meets else calling("optimizer.step")
         with self.gradients.coupling.paused(), together:
@@ -463,7 +463,7 @@ class PipelineOptimizer(Optimizer):
         if self._depth == 1 and is_watched(self.optim):
             if self._count == 1:
                 self._is_resumed = bool(self.optim.state)
-            # The trial has shown that the first steps are independent, even if their operators combine parameters.
+            # The trial has shown that the first steps update parameters independently, even if operators combine them.
             is_tried = self._count <= len(SCALES) and not self._is_resumed
             excuse = partial(UNWATCHED.add, self.optim) if is_tried else None
             self.gradients.coupling.begin_step(type(self.optim).__name__, self._count, excuse)
@@ -509,8 +509,8 @@ class PipelineOptimizer(Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Clip the gradients by their norm over the whole model, and return the norm before clipping. Call it on every
-        rank."""
+        """Clip the gradients by their norm over the whole model, and return the norm before clipping. With
+        `error_if_nonfinite`, raises ConfigurationError if this norm is not finite. Call it on every rank."""
         with self.gradients.coupling.paused():
             self.gradients.complete()
             self.gradients.updates.judge()
@@ -541,8 +541,8 @@ class PipelineOptimizer(Optimizer):
             return float(self.gradients.total(order))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of a loss that `model(...)` returned. Raises UsageError if the model is split
-        (pp_size > 1), or if the loss does not require a gradient."""
+        """Run the backward pass of a loss that `model(...)` returned. Raises UsageError if this process holds only a
+        part of the model (a stage, or shards), or if the loss does not require a gradient."""
         if self._backward is None:
             raise UsageError(BACKWARD)
         if not loss.requires_grad:

@@ -1,11 +1,11 @@
 """Optimizer trial: tests whether an optimizer updates parts of a model the same way as the whole model.
 
 If an optimizer couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters), each stage would
-silently compute updates that differ from the updates of the whole model. For the optimizers of torch, bitsandbytes and
-torchao, the result is known without a trial. The trial runs any other optimizer on tiny parameters, once on all of
-these parameters and once on each half, and compares the updates. An optimizer may begin to couple parameters later, so
-engine/coupling.py watches some of its updates in training. pipeshard refuses an optimizer that calls a collective of
-all ranks in the trial, since each rank updates its own parameters in a step.
+silently compute updates that differ from the updates of the whole model. For the optimizers of torch and bitsandbytes,
+and torchao's Adam, the result is known without a trial. The trial runs any other optimizer on tiny parameters, once on
+all of these parameters and once on each half, and compares the updates. An optimizer may begin to couple parameters
+later, so engine/coupling.py watches some of its updates in training. pipeshard refuses an optimizer that calls a
+collective of all ranks in the trial, since each rank updates its own parameters in a step.
 """
 
 import copy
@@ -137,10 +137,10 @@ def rounds_at_random(optimizer: Optimizer) -> bool:
 
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer from the KNOWN modules needs unsharded parameters, as some optimizers of bitsandbytes and
-    torchao do. In states with at most 8 bits, each block of values (256 in bitsandbytes) shares one scale. With
-    `max_unorm`, updates depend on norms of whole parameters. AdEMAMix stores two states in one tensor, which a
-    checkpoint cannot divide into shards."""
+    """Whether an optimizer from the KNOWN modules needs unsharded parameters, as torch's Adafactor and Muon, and some
+    optimizers of bitsandbytes and torchao do. In states with at most 8 bits, each block of values (256 in bitsandbytes)
+    shares one scale. With `max_unorm`, updates depend on norms of whole parameters. AdEMAMix stores two states in one
+    tensor, which a checkpoint cannot divide into shards."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     of_torchao: float = getattr(optimizer, "block_size", math.inf)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8 or of_torchao < math.inf
@@ -254,7 +254,7 @@ def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Index, Tensor]
 def _called(
     optimizer: Optimizer, model: nn.Module, values: dict[Index, Tensor], methods: Sequence[str]
 ) -> dict[Index, Tensor]:
-    """Call these methods on a copy of the optimizer in order, each with new gradients, and return the change of each
+    """Call these methods in order on a copy of the optimizer, each with new gradients, and return the change of each
     parameter in each call."""
 
     def call(trial: Any, _: Closure, name: str) -> None:
@@ -271,9 +271,9 @@ def _moves(
     values: dict[Index, Tensor],
     calls: Iterable[tuple[int, Callable[[Any, Closure], object]]],
 ) -> dict[Index, Tensor]:
-    """Pass a copy of the optimizer and a closure to each function. Set new gradients before each call, and return the
-    change of each parameter in each call. `calls` contains the functions, each with the number that determines its
-    gradients.
+    """Pass a copy of the optimizer and a closure to each function in `calls`. Set new gradients before each call, and
+    return the change of each parameter in each call. In `calls`, each function is paired with the number that
+    determines its gradients.
 
     The magnitude of a gradient depends on this number and on the parameter. If all gradients had the same magnitude, an
     estimate over all parameters (as in Prodigy) would equal the estimate over half of the parameters.

@@ -28,9 +28,9 @@ class HeldParameters:
 
     For each parameter, one holder broadcasts the values to the other holders. Then the parameters are cast to 16 bits
     (if `precision` requires it), sharded across tensor-parallel ranks (according to `plan`), and sharded across
-    replicas (with `fsdp`). Sharding may replace parameters. `kind` is the class of the MasterWeights. For unsharded
-    parameters, all slices of a stage use the first slice's gradients. The slices' own gradients would differ from each
-    other if kernels are not deterministic, as in the backward pass of attention on GPUs.
+    replicas (with `fsdp`). Sharding may replace parameters. `kind` is the class of the MasterWeights. If every
+    slice of a stage computes the full gradient of an unsharded parameter, all slices use the first slice's gradient.
+    The slices' own gradients would differ if kernels are not deterministic, as in attention's backward pass on GPUs.
 
     Attributes:
         held: the current parameters, by name (tied parameters: by their first name).

@@ -185,8 +185,8 @@ def refuse_lowered_begin(model: nn.Module, config: PipelineConfig) -> None:
 
 
 def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
-    """Raise ConfigurationError for a criterion that cannot be called, or that has trainable parameters outside the
-    model."""
+    """Raise ConfigurationError for a criterion that cannot be called with (outputs, inputs) or with outputs alone, or
+    that has trainable parameters outside the model."""
     if criterion is not None and not callable(criterion):
         raise ConfigurationError(
             "the criterion must be callable as criterion(outputs, inputs), got an object of class "

@@ -284,7 +284,7 @@ class Stage:
                     f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, receives a "
                     "gradient that the trace did not record. The model takes a different path than in the trace, and "
                     "this stage would not send the gradient back. Make the path depend only on attributes and configs, "
-                    "or pass dry_run_input=<a batch of this kind>"
+                    "or pass dry_run_input=<a batch of this kind> to PipelinePlugin"
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor]) -> None:

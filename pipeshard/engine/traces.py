@@ -231,7 +231,8 @@ class Traces:
         no ways (`found` is None). Call it on all ranks.
 
         Ranks send each other the values on which ways depend, and trace the batches again. Raises TraceError on all
-        ranks if the values that cross a cut, or a number that a unit returns or stores in an attribute, still differ.
+        ranks if a trace fails on a rank, or if the values that cross a cut, or a number that a unit returns or stores
+        in an attribute, still differ.
         """
         size = grid.size // grid.dp_size
         ranks = range(grid.replica * size, grid.replica * size + size)

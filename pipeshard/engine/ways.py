@@ -31,11 +31,11 @@ SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes,
 SHOWN = 400  # characters of a value in an error
 ROUNDS = 8  # rounds of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
-    "A size, a number that a unit returns or stores in an attribute, or whether a result has a gradient depends on the "
-    "values of the unit's parameters or buffers, which only one stage has, or on parameters that a unit freezes in its "
-    "forward. Make the size or number depend on an attribute or the config (self.keep = 4), return a tensor of a fixed "
-    "size and a mask, detach a result in every forward or in none, freeze and unfreeze parameters between steps, or "
-    "cut elsewhere (partition=...), so that one stage has the unit and all readers of its result"
+    "A size, a number that a unit returns or stores in an attribute, or the presence of a result's gradient depends on "
+    "the values of the unit's parameters or buffers, which only one stage has, or on parameters that a unit freezes in "
+    "its forward. Make the size or number depend on an attribute or the config (self.keep = 4), return a tensor of a "
+    "fixed size and a mask, detach a result in every forward or in none, freeze and unfreeze parameters between steps, "
+    "or cut elsewhere (partition=...), so that one stage has the unit and all readers of its result"
 )
 
 

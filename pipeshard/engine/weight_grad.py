@@ -204,7 +204,7 @@ class _Deferred:
         return inspect.signature(self.plain)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        if (self.deferral.whole and not self.is_large_lookup) or len(args) + len(kwargs) != 1:  # raises TypeError
+        if (self.deferral.whole and not self.is_large_lookup) or len(args) + len(kwargs) != 1:  # not one: TypeError
             return self.plain(*args, **kwargs)
         (x,) = *args, *kwargs.values()  # layers name this argument differently
         if torch.compiler.is_compiling() or functorch_is_active() or not self._may_defer(x):

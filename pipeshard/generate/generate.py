@@ -46,13 +46,15 @@ class Generation:
         pipeline must pass the same prompts and arguments.
 
         The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
-        so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
-        but single new tokens are not.
+        so that stages do not wait for each other. By default, a microbatch has about 256 tokens or more, so a forward
+        of fewer than 512 tokens (such as one new token per sample) is not split.
 
         Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and for `max_time` in a
         pipeline of several ranks. Raises BatchError if the ranks of a pipeline pass different tensors. Raises
         UsageError if these ranks choose different tokens, if the model's `generate` was replaced after boost, or if
-        `num_microbatches` would split samples that must stay together.
+        `num_microbatches` would split samples that must stay together. With several stages, raises TraceError if a call
+        of the model cannot be traced, if a layer reads the cache of a layer on another stage, or if the logits contain
+        NaN.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:

@@ -94,8 +94,8 @@ class Call:
 
 
 class Observed(NamedTuple):
-    """An attribute of a module that `unit` reaches, if other code reads the attribute. `place` is the attribute's path,
-    which starts at the unit. `readers` are the calls of other units that read the attribute, with -1 for glue and the
+    """A place, usually an attribute of a module, that `unit` reaches and that other code reads. `place` is a path that
+    starts at the unit. `readers` are the calls of other units that read the place, with -1 for glue and the
     criterion."""
 
     unit: str
@@ -108,10 +108,10 @@ class Carried:
     """A place in which one forward leaves state for the next forward.
 
     `path` leads from the model to the place. `writers` are the unit calls that write the state, with -1 for glue. After
-    unit call `until`, the state is final for every reader except the writer of the state. `until` is -1 if no such
-    reader needs the state, and None if the state is final only at the end of the forward. `uses` are the dependencies
-    of the state in one forward. `readers` are the unit calls that depend on the state in the next forward, with -1 for
-    the loss and the outputs. `kind` is one of:
+    unit call `until`, the state is final for every reader except the writer of the state. `until` is -1 if no stage
+    except the writer's needs the state, and None if the state is final only at the end of the forward. `uses` are the
+    dependencies of the state in one forward. `readers` are the unit calls that depend on the state in the next forward,
+    with -1 for the loss and the outputs. `kind` is one of:
 
     - "tensor": a tensor that is written to in place
     - "settled": a parameter to which the next forward does not write
@@ -170,8 +170,8 @@ class Dataflow:
     `differentiated` are the values that receive a gradient of the loss through glue alone. `counts_results` is True if
     the criterion returns a count that depends on unit results. `opaque` contains the name and the class of each object
     in the model's output that contains tensors, but that torch's pytree treats as a leaf. The name of the output itself
-    is "". `observed` are the attributes of units that other code reads. `numbers` are the constants that such
-    attributes of the `valued` units contain, each with its value as text.
+    is "". `observed` are the places that a unit reaches and that other code reads. `numbers` are the constants in those
+    attributes of the `valued` units that other code reads, each with its value as text.
     """
 
     calls: tuple[Call, ...]
@@ -213,7 +213,7 @@ class Dataflow:
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
         """The differences between the batch's sizes and the traced sizes. None if this Dataflow is not valid for the
-        batch, because a pinned size or the answer to one of glue's questions differs."""
+        batch, because `axes` does not fit the batch or the answer to one of glue's questions differs."""
         deltas = self.axes.deltas(batch)
         if deltas is None or not all(question.holds(batch.tensors, deltas) for question in self.questions):
             return None
@@ -244,7 +244,7 @@ class Dataflow:
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
         # Calls from which a tensor escaped untracked. If a call reads it, gradients may reach all results of the call
-        # from which it escaped. If the loss does, they may reach all results from the first such call (`sealed`) on.
+        # from which it escaped. If the loss reads it, they may reach all results from the first such call (`sealed`) on.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):

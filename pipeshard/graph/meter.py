@@ -183,7 +183,7 @@ class Meter(DispatchMode):
 
     Attributes:
         works: the Work of each unit call.
-        tail: the Work of the glue after the last call, including the loss. Contains the saved tensors, but no flops.
+        tail: the Work of the glue after the last call, including the loss: saved tensors and `temporary`, but no flops.
         same: for each result that shares memory with an argument, the key of the argument in `Work.kept`.
     """
 

@@ -33,7 +33,7 @@ def preserving(
 
     With `timed`, no operator is intercepted. Of the tensors that were written to, only buffers are then restored. A
     snapshot of a large model takes a long time: if nothing has changed the model since an earlier use of this context
-    manager, pass the object that the earlier use yielded as `before`.
+    manager, pass as `before` the object that the earlier use yielded.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)

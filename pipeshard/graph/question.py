@@ -141,7 +141,7 @@ class Recipes:
 
     @property
     def rewritten(self) -> frozenset[str]:
-        """The leaves of the batch that have been written to, including leaves that are lists with such a tensor."""
+        """The paths of the batch's leaves that have been written to. A list counts if any of its tensors has been."""
         return frozenset(path for path, tensor, version in self._tensors if tensor._version != version)
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
@@ -190,7 +190,8 @@ class Recipes:
 
     def _follow(self, func: Any, args: Any, kwargs: Any, steps: list[Operator], known: dict[int, int]) -> bool:
         """Append to `steps` the operators that compute the inputs of a call of `func`, and the call itself. Returns
-        False if an operator cannot be repeated because one of its inputs has since been written to."""
+        False if an operator cannot be repeated because one of its inputs has since been written to, or was computed in
+        inference mode."""
         is_good = True
 
         def slot(leaf: Any) -> Any:

@@ -52,7 +52,8 @@ class Readers:
 
     def observed(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
         """For each unit, the attributes that other code reads in modules that the unit reaches: attributes in which the
-        unit leaves a value in one of `calls`, and all attributes with plain values in the unit's own modules."""
+        unit leaves a value in one of `calls`, and all attributes with plain values in the unit's own modules. Places
+        inside other objects follow (`_observed_in_objects`)."""
         left = {(call.unit, part.source.place) for call in calls for part in call.parts}
         for unit in dict.fromkeys(call.unit for call in calls):
             reached = settings[unit].modules

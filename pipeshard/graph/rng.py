@@ -241,7 +241,8 @@ class Repeats:
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """An empty Repeat for the current call of `unit`. The caller of this method fills in the fields. The Repeat is
         kept only if the call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a
-        reentrant checkpoint. The first call in such a checkpoint and all later calls are on one stage."""
+        reentrant checkpoint. The first call in such a checkpoint and all later calls of the forward are on one
+        stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat

@@ -119,8 +119,8 @@ class Axes:
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
         """The differences between the groups' sizes in `batch` and the traced sizes. None if `batch` has a different
-        structure, pinned size or non-tensor leaf than the traced batch. If the traced batch has no boundaries of
-        documents, `batch` may have them."""
+        structure, dtype, pinned size or non-tensor leaf than the traced batch, or if the axes of a group differ in
+        size. If the traced batch has no boundaries of documents, `batch` may have them."""
         if absent := [path for path, leaf in self.others if path in BOUNDARIES and leaf == text(None)]:
             batch = batch.without(absent)
         tensors = batch.tensors

@@ -90,7 +90,7 @@ class Holder(NamedTuple):
 class Snapshot:
     """The state of everything that is reachable from `roots`, recorded when the Snapshot is created. Objects in
     `without` are not entered. A path begins with the name of its root. `then` contains further roots, which are walked
-    last: if an object can be reached from both, its path begins at one of `roots`.
+    last: the path of an object that can also be reached from `roots` begins at one of `roots`.
 
     Attributes:
         paths: the path of each holder, by id.
@@ -120,8 +120,8 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The changes of places whose values were replaced. This method is fast if nothing has changed, since every
-        step compares the state of a whole model.
+        """The changes of places whose values were replaced. This method must be fast if nothing has changed, since
+        every step compares the state of a whole model.
 
         `same(before, now)` decides whether two different objects count as equal.
         """

@@ -188,7 +188,7 @@ class Taint(DispatchMode):
             self.made.add(storage_of(tensor))
 
     def is_made(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed in this run, or belongs to the batch or the model."""
+        """Whether a tensor was computed in this run, or has tags, as leaves of the batch and parameters do."""
         return storage_of(tensor) in self.made or bool(self.of([tensor]))
 
     def _note_made(self, func: Any, output: Tensor, inputs: list[Tensor]) -> None:

@@ -53,17 +53,19 @@ def trace(
     sizes.
 
     Modules named in `cuts` are units at any depth. A module without parameters is also a unit if its code branches on
-    activations. A unit that does not run on meta (because it needs values, or its kernels need memory) runs once on
-    `device` (default: the model's device). Each of the unit's own tensors then contains the first of the following that
-    exists: its values in `lent` (by unit and name), its values on this rank, or zeros. Without `grad`, the glue runs as
-    under no_grad, and no result requires grad. `draw` seeds the random numbers of the glue, as described for Tracer.
+    activations or parameters. A unit that does not run on meta (because it needs values, or its kernels need memory)
+    runs once on `device` (default: the model's device). Each of the unit's own tensors then contains the first of the
+    following that exists: its values in `lent` (by unit and name), its values on this rank, or zeros. Without `grad`,
+    the glue runs as under no_grad, and no result requires grad. `draw` seeds the random numbers of the glue, as
+    described for Tracer.
 
     Raises:
         TraceError: the forward or the criterion fails. The error names the unit, the last unit before the error, or the
             criterion.
-        ConfigurationError: the criterion trains tensors outside the model.
+        ConfigurationError: the criterion trains tensors outside the model, or returns no scalar loss.
         PartitionError: a name in `cuts` is not a module inside the model.
-        BatchError: the labels in a tuple are passed to the model as another argument.
+        BatchError: the batch cannot be read (for example, a tensor is sparse), or the labels in a tuple are passed to
+            the model as another argument.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
@@ -127,8 +129,8 @@ def _axes(tracer: Tracer, batch: Batch) -> Axes:
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
     """Return `flow` with the slope of every dimension for every group of axes. Groups are pinned if shapes are not
-    affine functions of the groups' sizes. The Question that computes a criterion's count pins no group: if this
-    Question differs for other sizes, the Dataflow omits it."""
+    affine functions of the groups' sizes, or if the model's path depends on these sizes. The Question that computes a
+    criterion's count pins no group: if this Question differs for other sizes, the Dataflow omits it."""
     others: dict[int, tuple[int, Dataflow]] = {}
     for group in range(len(axes.sizes)):
         for delta in (1, -1):

@@ -1,4 +1,4 @@
-"""Units: the modules that are never cut, the CutPoints that users insert, and the interception of calls."""
+"""Units: the modules that are never cut, the CutPoints that users insert, and the interception of unit calls."""
 
 import functools
 import inspect
@@ -33,7 +33,8 @@ class CutPoint(nn.Module):
     samples, or a tuple, list or dict that contains tensors. Other values that are used on both sides of a cut (skip
     connections, numbers, masks) need no CutPoint: the trace finds them.
 
-    Raises UsageError for a value without a tensor. boost raises TraceError for such a value, and for a CutPoint that is
+    Raises UsageError for a value without a tensor. boost raises TraceError for such a value, for a tensor whose
+    dimension 0 does not count the samples, for a CutPoint that is called twice in a forward, and for a CutPoint that is
     not a registered module of the model.
     """
 
@@ -89,13 +90,14 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     """The units of `model` by name, in the order of registration. A model whose calls are already intercepted keeps its
     units.
 
-    A unit has parameters, and is a member of an `nn.ModuleList` or another child of a module that contains such lists.
-    Three kinds of modules are split into their members: a list inside such a list, an `nn.ModuleDict`, and a stage of a
-    hierarchy (swin, resnet) that is not recomputed as a whole. If a model contains neither such lists nor CutPoints, an
-    `nn.Sequential` counts as a list, and each of its members is a unit, even a member without parameters: as glue, a
-    pooling layer would run on every later stage. CutPoints and the modules named in `cuts` are units. Modules that
-    contain such a unit are not units. A module with several names counts once, under its first name. If a list has the
-    attribute `pipeshard_uncut`, each of its members is a unit, even a member without parameters.
+    A unit has parameters or running statistics, and is a member of an `nn.ModuleList` or another child of a module that
+    contains such lists. Three kinds of modules are split into their members: a list inside such a list, an
+    `nn.ModuleDict`, and a stage of a hierarchy (swin, resnet) that is not recomputed as a whole. If a model contains
+    neither such lists nor CutPoints, an `nn.Sequential` counts as a list, and each of its members is a unit, even a
+    member without parameters: as glue, a pooling layer would run on every later stage. CutPoints and the modules named
+    in `cuts` are units. Modules that contain such a unit are not units. A module with several names counts once, under
+    its first name. If a list has the attribute `pipeshard_uncut`, each of its members is a unit, even a member without
+    parameters.
     """
     forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:

@@ -19,7 +19,7 @@ from pipeshard.graph.storage import is_moved
 from pipeshard.private import DisableTorchFunction
 
 READS, SUMS = "pipeshard_reads", "pipeshard_sums"  # attributes of a tensor
-SHARD_OF = "pipeshard_shard_of"  # the attribute of a shard that contains the name of its parameter
+SHARD_OF = "pipeshard_shard_of"  # the attribute in which a shard stores its parameter's name
 KEPT = 8  # the sums of this many latest notes of a tensor are kept
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DATA: Any = Tensor.data  # torch's descriptor, which `CountedData` replaces
@@ -67,7 +67,7 @@ def is_written(tensor: Tensor, since: Noted) -> bool:
 
 
 def sum_of_words(tensor: Tensor) -> Tensor:
-    """The sum of the bits of a tensor's values, as integers, computed without synchronizing the device."""
+    """The sum of a tensor's values, with their bits reinterpreted as integers. Does not synchronize the device."""
     with DisableTorchFunction():
         words = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         words = stored(words).contiguous()

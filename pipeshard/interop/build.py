@@ -205,8 +205,8 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
     """The batch as keyword arguments of a StageModule. Entries of a tuple that are arguments of forward have the
-    arguments' names. All other entries (for the criterion or for `*args`) are named by their position: entry_1,
-    entry_2, ..."""
+    arguments' names. All other entries (for the criterion or for `*args`) are named by their position,
+    counted from 0: the second entry is `entry_1`."""
     if isinstance(data, Mapping):
         return dict(data)
     entries = Batch.of(data).data
@@ -325,7 +325,8 @@ def build(
 
     Raises ConfigurationError for an invalid argument, for an unknown target or option, and for a model that
     PipelinePlugin.from_pretrained created (unless the target loads the model's checkpoint). Raises PartitionError for
-    impossible cuts, and TraceError for a model that cannot be split.
+    impossible cuts, and TraceError for a model that cannot be split. Raises BatchError if the batch is missing or not
+    supported, and UsageError if the target needs a loss and finds none.
     """
     chosen = find_target(target, options)
     criterion = PipelineHints.of(model).criterion if criterion is None else criterion

@@ -209,9 +209,9 @@ class Torch(Target):
         style: "loop" places stage s on rank s % p. "v" places two stages on each rank, first in ascending and then in
             descending order of ranks, for ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
-    `build` raises UsageError if the last stage computes no loss, and BatchError if the batch contains a name that
-    `schedule.step` uses for one of its own arguments. A step raises BatchError for microbatches whose sizes differ from
-    the sizes of `batch`.
+    `build` raises ConfigurationError without such a process group, UsageError if the last stage computes no loss,
+    and BatchError if the batch contains a name that `schedule.step` uses for one of its own arguments. A step raises
+    BatchError for microbatches whose sizes differ from the sizes of `batch`.
     """
 
     def __init__(self, num_model_chunks: int | None = None, style: str = "loop") -> None:

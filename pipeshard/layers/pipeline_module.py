@@ -27,9 +27,9 @@ class PipelineModule(nn.Module):
     The first layer receives `inputs`, and every other layer receives the output of the previous layer. Tuples are not
     unpacked, so each layer receives a single argument. Layers are never cut. A layer given by a spec is on meta until
     it is built. `booster.boost` builds the layer on the ranks that hold it. Without `boost`, any of the following
-    builds the layer: `build()`, the first call of the model, a move to a device, `load_state_dict` or `apply`. The
-    layer's initial values depend only on the layer's index in the list and on `torch.initial_seed()` (in a pipeline,
-    the seed of the first rank).
+    builds the layer: `build()`, the first call of the model, a move to a device, `load_state_dict` or `apply`. Without
+    `seed_layers`, the layer's initial values depend only on the layer's index in the list and on
+    `torch.initial_seed()` (in a pipeline, the seed of the first rank).
 
     Args:
         layers: an iterable (such as an nn.Sequential or nn.ModuleList) of modules, LayerSpecs, TiedLayerSpecs, and

@@ -18,8 +18,8 @@ class LayerSpec:
     Attributes:
         builds: the number of times this process has built the layer with allocated parameters.
 
-    Raises ConfigurationError if `typename` is not callable, and UsageError if `typename` or an argument is a module
-    that is already built.
+    Raises ConfigurationError if `typename` is not callable, and UsageError if `typename` is a module, or if an argument
+    is a module with parameters or persistent buffers.
     """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:

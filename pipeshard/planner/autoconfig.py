@@ -177,10 +177,10 @@ class AutoConfig(Layout):
         """Choose the layout and the schedule for `ranks` ranks by simulating steps of `global_batch` samples.
 
         Arguments not listed here are the same as in `pipeshard.plan`. `batch` must have at least `microbatch_size`
-        samples, or be None. Of the combinations that are at most 3 % slower than the fastest, `choose` returns the one
-        with the fewest stages and, of these, the one with the simplest schedule. Without `link`, messages take no time.
-        The simulation does not count the time to reduce gradients across replicas. Without `device_memory`, replicas of
-        the unsplit model are therefore the fastest.
+        samples, or be None. Of the combinations that fit in `device_memory` and are at most 3 % slower than the fastest
+        that fits, `choose` returns one with the fewest stages and, among these, with the simplest schedule. Without
+        `link`, messages take no time. The simulation does not count the time to reduce gradients across replicas.
+        Without `device_memory`, replicas of the unsplit model are therefore the fastest.
 
         Args:
             microbatch_size: the number of samples in a microbatch. To compare several sizes, call `choose` once per

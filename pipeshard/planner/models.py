@@ -47,7 +47,8 @@ def build_on_meta(
     options: Mapping[str, Any] | None = None,
     otherwise: Callable[[], torch.dtype] = lambda: torch.bfloat16,
 ) -> nn.Module:
-    """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
+    """Build a model on meta and in training mode. `source` is a Hugging Face folder, a config.json, the name of a model
+    whose config is in the Hugging Face cache, or a model type.
 
     `fields` are config fields as `key=value`, with values in JSON or plain text. `dtype` is "bf16", "fp16" or "fp32".
     The default is the config's dtype or, if the config has none, `otherwise()`. If `lora` is positive, the model gets

@@ -106,9 +106,9 @@ def plan(
             as "auto", `plan` replaces this partition with one that fits, if it finds one.
         device_memory: the memory limit of the ranks: one value for all ranks, such as "80GB" or a number of bytes, or
             one value per rank, such as "24GB,12GB".
-        optimizer: "adamw" (two states per parameter), "sgd" (one state, with momentum) or "none". A state is as large
-            as the parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit" are
-            bitsandbytes optimizers. If a Trainer creates such an optimizer, pass "trainer_adamw_8bit" or
+        optimizer: "adamw" or "adam" (two states per parameter), "sgd" (one state, with momentum) or "none". A state is
+            as large as the parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit"
+            are bitsandbytes optimizers. If a Trainer creates such an optimizer, pass "trainer_adamw_8bit" or
             "trainer_lion_8bit".
         precision: same as in `PipelinePlugin`. With "bf16" or "fp16", a rank holds fp32 gradients, master weights and
             states in addition to the 16-bit parameters.

@@ -271,7 +271,8 @@ def find_profile(
     file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device, criterion: Criterion | None
 ) -> Profile:
     """Load the profile in `file` or, if the file does not exist, measure a profile. Raises ConfigurationError if the
-    profile does not match the model or the microbatch."""
+    file is not a profile, or if the profile does not match the model or the microbatch. Raises UsageError if no unit
+    can be timed."""
     known = bool(file) and Path(file).exists()
     profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device, criterion=criterion)
     profile.check(model, flow, microbatch)

@@ -17,8 +17,9 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     communication.
 
     If the schedule is a Program, `m` may not exceed its number of microbatches. If the schedule is a function, it is
-    called with (p, m, v). Raises ConfigurationError for a program that is incomplete, or that was made for other sizes.
-    Raises DeadlockError for a program that cannot finish, such as a program with a B before its F.
+    called with (p, m, v). Raises ConfigurationError for a program that was made for other sizes, lacks actions,
+    contains messages, places stages neither in a loop nor in a V, or runs the forwards of a stage out of order. Raises
+    DeadlockError for a program that cannot finish, such as a program with a B before its F.
     """
     if isinstance(schedule, str):
         return make_program(schedule, p, m, v)

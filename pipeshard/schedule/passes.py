@@ -24,7 +24,7 @@ def add_communication(program: Program) -> Program:
     Raises ConfigurationError if the program already has communication.
     """
     if program.has_communication:
-        raise ConfigurationError(f"program {program.name!r} already has communication")
+        raise ConfigurationError(f"program {program.name!r} already has communication: pass it without messages")
     position: Positions = {action: k for actions in program.ranks for k, action in enumerate(actions)}
     ranks = tuple(_with_messages(program, actions, position) for actions in program.ranks)
     return dataclasses.replace(program, ranks=ranks)

@@ -85,8 +85,8 @@ class Program:
         """Read a program from a file in torch.distributed.pipelining's format "compute_only".
 
         Each line contains the cells of one rank, such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole
-        backward), I (input gradients) and W. Empty cells are idle time. The two actions of `(0F1;3B0)OVERLAP_F_B` run
-        one after the other.
+        backward), I (input gradients) and W. Empty cells are idle time. `REDUCE_GRAD` cells are ignored. The two
+        actions of `(0F1;3B0)OVERLAP_F_B` run one after the other.
 
         Raises ConfigurationError for any other cell, and for a stage that is missing or on several ranks. All other
         rules of a schedule are checked later, by `program_of`.

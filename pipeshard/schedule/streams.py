@@ -30,7 +30,7 @@ def add_ordered_communication(program: Program) -> Program:
     Raises ConfigurationError if the program already has communication, and DeadlockError if it cannot finish.
     """
     if program.has_communication:
-        raise ConfigurationError(f"program {program.name!r} already has communication")
+        raise ConfigurationError(f"program {program.name!r} already has communication: pass it without messages")
     events: list[tuple[float, bool, int, Action]] = []  # at equal times, messages come first
     for rank, row in enumerate(simulate(program, 1, 1, 1).spans):
         for action, start, end in row:

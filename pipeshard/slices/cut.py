@@ -28,7 +28,6 @@ from pipeshard.hf import (
 )
 from pipeshard.slices.states import Slice
 
-ALTERNATIVES = "Pass a four-dimensional attention_mask (not with flash attention), or use num_slices=1"
 LEAST = 2  # a slice has at least this many positions: for one position, layers with states use a different algorithm
 
 
@@ -53,7 +52,8 @@ def lengths(total: int, n: int, slope: float) -> list[int]:
 
 
 def sequence_of(batch: Batch) -> int:
-    """The sequence length of a batch. Raises BatchError if the batch has neither `input_ids` nor `inputs_embeds`."""
+    """The sequence length of a batch. Raises BatchError if neither `input_ids` nor `inputs_embeds` has a sequence
+    dimension."""
     for name in (IDS, "inputs_embeds"):
         leaf = batch.tensors.get(name)
         if leaf is not None and leaf.ndim > 1:
@@ -73,7 +73,8 @@ def num_positions(batch: Batch) -> int:
 
 def cut(batch: Batch, sizes: Sequence[int], is_flash: bool) -> list[Batch]:
     """Split a batch along its sequence into slices of these sizes. `is_flash` is True if the model uses flash
-    attention. Raises BatchError for media, and for samples that contain several documents."""
+    attention. Raises BatchError for media, for samples that contain several documents, and for a batch without a
+    sequence dimension."""
     total, ends = sequence_of(batch), list(accumulate(sizes))
     for path in batch.paths:
         if media_kind(path) is not None and not is_mask(path):
@@ -100,16 +101,17 @@ def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: i
 
 def _refuse_packed(batch: Batch, is_flash: bool) -> None:
     """Raise BatchError for a sample with several documents: with a cache, position ids do not separate documents, and
-    slices receive no boundaries. With a mask, position ids that restart are accepted, since they do not separate
-    documents without a cache either. The exception is flash attention: in a batch of one row, it separates documents up
-    to the first padding."""
+    slices receive no boundaries. With a mask, position ids that restart are accepted: transformers then does not use
+    them to separate documents, even without a cache. The exception is flash attention: in a batch of one row, it
+    separates documents up to the first padding."""
     positions, mask = batch.tensors.get(POSITIONS), batch.tensors.get(MASK)
     whole = [row * sequence_of(batch) for row in range(batch.rows + 1)]
     for path, leaf in batch.tensors.items():
         if path in BOUNDARIES and leaf.ndim == 1 and not leaf.is_meta and leaf.tolist() != whole:
             raise BatchError(
                 f"num_slices: {path} has a boundary within a sample, so the sample contains several documents, which "
-                f"slices do not separate. {ALTERNATIVES}"
+                "slices do not separate. Pass a four-dimensional attention_mask and no boundaries (not with flash "
+                "attention), or use num_slices=1"
             )
     if positions is None or positions.is_meta:
         return
@@ -121,7 +123,8 @@ def _refuse_packed(batch: Batch, is_flash: bool) -> None:
     if bool(restarts.any()):
         raise BatchError(
             f"num_slices: {POSITIONS} restart within a sample, so the sample contains several documents. Slices use a "
-            f"cache. With a cache, transformers does not separate documents by their {POSITIONS}. {ALTERNATIVES}"
+            f"cache. With a cache, transformers does not separate documents by their {POSITIONS}. Pass a "
+            "four-dimensional attention_mask (not with flash attention), or use num_slices=1"
         )
 
 
@@ -146,8 +149,9 @@ def _num_labels(batch: Batch, start: int, end: int) -> int:
 
 def with_padding(batch: Batch, token: int | None) -> Batch:
     """A copy of the batch with padding in every other sample. The padding replaces a quarter of the sample's positions,
-    alternately on the left and on the right, and its labels are ignored. The first padded sample has its padding on the
-    right if no label would remain otherwise, since the mean loss over no labels is NaN."""
+    on the left of one padded sample and on the right of the next, and the labels there are ignored. The first padded
+    sample has its padding on the right if no label would remain otherwise, since the mean loss over no labels is
+    NaN."""
     total = sequence_of(batch)
     count = max(1, total // 4)
     left, right = slice(0, count), slice(total - count, total)

@@ -24,7 +24,8 @@ from pipeshard.slices.states import Slice
 
 
 def refuse_unsliceable(model: nn.Module) -> None:
-    """Raise ConfigurationError for a model whose forward cannot continue from the cache of an earlier slice."""
+    """Raise ConfigurationError for a model whose forward cannot continue from the cache of an earlier slice, and for a
+    version of transformers without caches that slices can share."""
     base = without_adapters(model)[1]
     name = type(base).__name__
     has_config = config_of(base) is not None

@@ -44,8 +44,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     """Apply `put` (peft's `get_peft_model`) to a model on meta, and return its result. Base weights stay on meta.
     Adapters have the same initial values as on the loaded model. `begin` later sets the values that depend on weights.
 
-    Raises ConfigurationError if initial values depend on more than the weights of the adapter's own layer, or if the
-    model is quantized and initial values depend on these weights.
+    Raises ConfigurationError if initial values depend on more than the weights of the adapter's own layer, if the
+    initialization changes a tied weight, or if the model is quantized and the adapters use its weights.
     """
     refuse_packed_base(model, config)
     refuse_far(model, config)
@@ -211,8 +211,8 @@ def _advice(model: nn.Module) -> str:
 
 
 def refuse_far(model: nn.Module, config: Any) -> None:
-    """Raise ConfigurationError for adapters whose initial values depend on several layers, on data, or on rows of the
-    embedding."""
+    """Raise ConfigurationError for adapters other than LoRA, IA3 and prompt learning, and for adapters whose initial
+    values depend on several layers, on data, or on rows of the embedding."""
     kind, how = _kind(config), getattr(config, "init_lora_weights", True)
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
     if kind not in ADAPTER_KINDS and not config.is_prompt_learning:

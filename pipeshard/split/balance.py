@@ -113,8 +113,8 @@ def _level(cuts: list[int], ranks: Sequence[int], stages: Sequence[Costs]) -> li
 def _divide(
     stages: Sequence[Costs], combine: Callable[[Costs, Costs], Costs], most: float = math.inf
 ) -> tuple[float, list[int] | None]:
-    """Accumulate the stages' costs with `combine`. Return the smallest possible total, and the cuts that achieve this
-    total (0, ..., number of blocks). Return (inf, None) if no division is allowed.
+    """Accumulate the stages' costs with `combine`. Return the smallest possible total, and the cuts
+    (0, ..., number of blocks) that achieve this total. Return (inf, None) if no division is allowed.
 
     Dynamic programming over (stages, blocks). A range of blocks is not allowed if its cost is infinite or exceeds
     `most`. If several starts of a stage are equally good, the last one is chosen.

@@ -55,7 +55,7 @@ def is_like(leaf: Any, seen: TensorSpec) -> bool:
 
 
 def has_more(tensor: Tensor) -> bool:
-    """Whether attributes were added to a tensor. False for a parameter."""
+    """Whether attributes other than the compiler's and pipeshard's were added to a tensor. False for a parameter."""
     return bool(vars(tensor)) and not isinstance(tensor, nn.Parameter) and bool(added(tensor))
 
 

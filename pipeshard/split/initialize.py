@@ -50,7 +50,8 @@ def initialize_tensors(
     parameters whose initial values the constructor set, since these values are lost. Quantized weights are skipped,
     since a checkpoint provides their values.
 
-    Raises ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values.
+    Raises ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values, or if a
+    function `rule` fails.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
     by_architecture = set(buffers)

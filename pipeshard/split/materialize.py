@@ -92,7 +92,7 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
     """Raise ConfigurationError for torch.compile options that pipeline units cannot support. `by_whole_batch` is True
-    if deferred_batch_norm=True is set."""
+    if both compile and deferred_batch_norm=True are set."""
     if by_whole_batch:
         raise ConfigurationError(
             "deferred_batch_norm=True does not support compile, since a compiled unit hides the inputs of its batch "

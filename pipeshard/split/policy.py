@@ -45,10 +45,10 @@ class Policy:
 
     Args:
         stage: this process's rank in the pipeline, below `num_stages`.
-        partition: the rule that balances the stages: "auto" (costs), "uniform" (number of units), "parameters"
-            (number of parameters), "profile" (measured costs), "type:REGEX" (number of units whose class name matches,
-            ignoring case), "speed:1.0,0.6" (costs divided by each rank's relative speed); or a list with the number of
-            unit calls per stage, or with the names of the modules to cut after.
+        partition: the rule that balances the stages: "auto" (costs), "uniform" (number of unit calls), "parameters"
+            (number of parameters), "profile" (measured costs), "type:REGEX" (number of calls of units whose class name
+            matches, ignoring case), "speed:1.0,0.6" (costs divided by each rank's relative speed); or a list with the
+            number of unit calls per stage, or with the names of the modules to cut after.
         scale: the size of a microbatch relative to the traced batch.
         placement: the process that runs each part of the model; by default, each process runs one part.
         costs: the costs of the unit calls, such as measured times; by default, estimated from the trace.

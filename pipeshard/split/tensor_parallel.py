@@ -138,7 +138,7 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
     """Raise ConfigurationError in each of these cases:
 
-    - `size` does not divide a number of experts.
+    - A number of experts is missing, is not an integer, or is not divisible by `size`.
     - The plan does not shard all weights of the experts.
     - The plan shards weights of a module that runs all experts.
     - Sharded experts have dropout, a kernel that needs all experts, or a non-parameter tensor with an entry for each
@@ -211,8 +211,8 @@ def style_of(name: str, by: str = "tp") -> Any:
 def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[str, str]:
     """The styles inside a sharded layer with LoRA: a colwise layer shards lora_B, and a rowwise layer shards lora_A.
 
-    Raises ConfigurationError for other adapters, for variants that need full matrices (such as DoRA), and for dropout
-    before a rowwise layer.
+    Raises ConfigurationError for other adapters and other styles, for variants that need full matrices (such as DoRA),
+    and for dropout before a rowwise layer.
     """
     matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style, "")
     adapters = getattr(layer, matrix, {})
@@ -220,7 +220,7 @@ def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[
     drops = adapters and style == "rowwise" and any(getattr(one, "p", 0.0) for one in layer.lora_dropout.values())
     if not adapters or variants or drops:
         what = "lora_dropout, which would differ between slices" if drops else "adapters that cannot be sliced"
-        remedy = "without variants or dropout on colwise and rowwise layers, other target_modules,"
+        remedy = "without variants on these layers and without dropout on rowwise layers, other target_modules,"
         if style == DISPATCH:  # for these models, peft's "all-linear" includes the experts
             remedy = 'on other layers, such as target_modules=["q_proj", "v_proj"] (--lora-targets q_proj,v_proj),'
         raise ConfigurationError(

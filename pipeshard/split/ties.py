@@ -189,9 +189,9 @@ class Ownership:
         """The stage that has the current value of a parameter or buffer.
 
         The owner is the first stage that holds the tensor or, if there is none, the first stage that runs the tensor's
-        unit. For a buffer that glue computes from results of units, the owner is the stage of the last unit that reads
-        the buffer. For any other buffer outside all units, the owner is the last stage, since only the last stage runs
-        all glue.
+        unit. For a buffer that glue computes from results of units, and on which neither the loss nor the outputs
+        depend, the owner is the stage of the last unit that reads the buffer. For any other buffer outside all units,
+        the owner is the last stage, since only the last stage runs all glue.
         """
         prefix = name.removesuffix(".") + "."  # also matches state inside a module
         updates = [place for place in self.flow.carried if place.makers and f"{place.name}.".startswith(prefix)]

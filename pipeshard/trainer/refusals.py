@@ -66,7 +66,8 @@ OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches", "da
 
 
 def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
-    """Raise ConfigurationError for arguments that a pipelined Trainer called `name` does not support."""
+    """Raise ConfigurationError for arguments that a pipelined Trainer called `name` does not support, or if accelerate
+    has a different number of ranks than torch.distributed."""
     for argument, why in REFUSED_ARGUMENTS.items():
         value = reduce(lambda holder, part: getattr(holder, part, None), argument.split("."), args)
         if argument in OF_SEVERAL and dist.get_world_size() == 1:

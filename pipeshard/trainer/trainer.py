@@ -269,7 +269,8 @@ class Loop(Evaluation):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the batch until its gradient accumulation window is complete, then run one step on the full window.
-        Raises UsageError if `model` is not the Trainer's own."""
+        Raises UsageError if `model` is not the Trainer's own, if a parameter or gradient has changed since the window's
+        previous batch, or if the Trainer's own loss was set or removed after the model was split."""
         if self.is_foreign(model):
             raise UsageError(
                 f"{type(self).__name__} calls training_step with an instance of {type(model).__name__} that is not the "
@@ -523,9 +524,10 @@ class Front:
 
 
 def pipelined(trainer: type[Trainer]) -> Any:
-    """Return a pipeline version of any subclass of Trainer: `pipelined(SFTTrainer)(model, ..., pipeline=plugin)`.
+    """Return a pipeline version of a subclass of Trainer: `pipelined(SFTTrainer)(model, ..., pipeline=plugin)`.
 
-    Methods that the subclass overrides are called as usual; see `pipeshard.trainer.trainer`.
+    Methods that the subclass overrides are called as usual; see `pipeshard.trainer.trainer`. Raises ConfigurationError
+    if `trainer` is not a subclass of transformers.Trainer.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigurationError(f"pipelined requires a subclass of transformers.Trainer, got {trainer!r}")

@@ -67,7 +67,7 @@ class Comparison:
     def tensors(
         self, split: Mapping[str, Any], unsplit: Mapping[str, Any], kind: str, what: str, part: str = ""
     ) -> None:
-        """Compare parameters, buffers and saved tensors, by name."""
+        """Compare parameters, buffers, saved tensors, inputs or outputs, by name."""
         if split.keys() != unsplit.keys():
             names = split.keys() ^ unsplit.keys()
             side = "unsplit" if min(names) in unsplit else "split"
@@ -78,7 +78,8 @@ class Comparison:
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str, when: str = "") -> None:
-        """Compare numbers and tensors in nested values, except tensors of the split model that contain only NaN."""
+        """Compare numbers and tensors in nested values, except values that the split model lacks, and tensors of the
+        split model that contain only NaN."""
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):

@@ -318,8 +318,8 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
     The loss is unmodified if `criterion` is None and the model computes one of transformers' own losses. The
     optimizer is unmodified if it is from KNOWN_PACKAGES. All modules of the model must be from KNOWN_PACKAGES or
     quantized layers, without replaced methods or hooks. The functions in the modules' files, and the registered
-    functions that the modules call, must also be from KNOWN_PACKAGES. Adapters must be of KNOWN_ADAPTERS (Lily and
-    VeLoRA mix samples).
+    functions that the modules call, must also be from KNOWN_PACKAGES. Adapters must be of KNOWN_ADAPTERS, and
+    LoRA variants of KNOWN_VARIANTS (Lily and VeLoRA mix samples).
     """
     if criterion is not None or not has_known_loss(model) or has_global_backward_hooks():
         return False

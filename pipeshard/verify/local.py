@@ -41,8 +41,8 @@ class Unproven(Exception):
 
 
 class LocalRank:
-    """One rank: a copy of the model that the engine traces with `trace` and splits, as in a separate process. For a
-    smaller copy (`is_smaller`), a list of cuts is replaced with partition="uniform"."""
+    """One rank: a copy of the model that the engine traces with `trace` and splits, as in a separate process. A
+    profile or, for a smaller copy (`is_smaller`), a list of cuts is replaced with partition="uniform"."""
 
     def __init__(
         self,

@@ -325,8 +325,8 @@ class _Proving:
 
     def _try(self) -> None:
         """Run a step of the unsplit model, to measure the step's duration and to find out whether the model uses
-        random numbers. Raises Fails if the model does not run, and Unproven if the model has no loss, or a loss that is
-        not finite."""
+        random numbers. Raises Fails if the model does not run, TooMuch if the proof would take too long, and Unproven
+        if the model has no loss, or a loss that is not finite."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), self.limit.elapsed
         tried, loss = self._unsplit(is_first=True)

@@ -27,8 +27,8 @@ class Samples:
     @classmethod
     def few(cls, config: PipelineConfig, given: Copies) -> "Samples":
         """A few samples, for two replicas if the job has several replicas and the batch has enough samples. Batch norm
-        needs two samples per microbatch. Two replicas require an optimizer that trains only the model's parameters, and
-        a loss over the samples of all replicas (loss_reduction="token")."""
+        needs two samples per microbatch. For two replicas, an optimizer must train only the model's parameters, and the
+        loss must be over the samples of all replicas (loss_reduction="token")."""
         m = 1 if config.num_microbatches == 1 else PARTS
         parts, rows = 2 * m, given.sample.rows
         several = (config.dp_size or 1) > 1 and config.loss_reduction == "token"

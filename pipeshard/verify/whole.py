@@ -307,7 +307,7 @@ class WholeBatch:
     @contextlib.contextmanager
     def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
         """Context manager for a run of the samples in `batch`, which begin at sample `start` of the whole batch. Yields
-        the samples in the mode's dtype. If the mode has `draws`, each sample uses its own random numbers."""
+        the samples in the mode's dtype. If `way.draws` is not "", the random numbers come from `draws`."""
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)

@@ -24,9 +24,9 @@ every forward and every backward. "FSDP2, once a step" keeps the gathered parame
 both variants of FSDP2 accumulate the gradients of all microbatches and reduce these gradients once per step. ZeRO-3
 shards the same tensors as FSDP2, and reduces gradients after each microbatch.
 
-`tc tbf` limits the rate of the link. The link has no other traffic and adds no latency. The table shows the median
-time per step over the rounds, with quartiles. "Memory" is the largest resident set of a rank during a step,
-including Python and torch. "Sent" is the amount of data that a rank sends per step."""
+`tc tbf` limits the rate of the link. The link has no other traffic and adds no latency. For each link, the table shows
+the median of all rounds' step times, and their quartiles in parentheses. "Memory" is the largest resident set of a rank
+during a step, including Python and torch. "Sent" is the amount of data that a rank sends per step."""
 
 LINKS = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 DDP = Contender("DDP", "replicas", {"by": "ddp"})

@@ -11,8 +11,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from benchmarks.speed.stages import HandStage, causal_loss
 from benchmarks.speed.work import LEARNING_RATE, Batch, Work
 
-IN_A_V = ("ZBVZeroBubble", "DualPipeV")
-SEVERAL = ("InterleavedZeroBubble", *IN_A_V)  # schedules with two stages on each rank
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")  # schedules with two stages on each rank
 
 
 class Trainer:
@@ -22,9 +21,10 @@ class Trainer:
     def __init__(
         self, work: Work, rank: int, size: int, schedule: str = "1F1B", compile: bool | dict[str, Any] = False
     ) -> None:
-        several = schedule in SEVERAL
-        total, second = size * (1 + several), 2 * size - 1 - rank if schedule in IN_A_V else size + rank
-        model, share, numbers = work.model(), work.layers // total, [rank, second][: 1 + several]
+        several = schedule in IN_A_V
+        total = size * (1 + several)
+        model, share = work.model(), work.layers // total
+        numbers = [rank, total - 1 - rank] if several else [rank]
         parts = [HandStage(model, k * share, (k + 1) * share) for k in numbers]
         options = dict(compile) if isinstance(compile, dict) else {}
         for layer in (layer for part in parts for layer in part.layers if compile):
