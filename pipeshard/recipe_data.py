@@ -75,8 +75,8 @@ def loaded(settings: Namespace) -> Any:
     elif path.is_file():
         *others, last = DATA_FORMATS
         raise ConfigurationError(
-            f"dataset_name={name} must end in {', '.join(others)} or {last}: convert the file, or pass a folder that "
-            "datasets saved or a dataset on the Hub"
+            f"dataset_name={name} must end in {', '.join(others)} or {last}: convert the file, or pass a folder "
+            "written by the save_to_disk method of a dataset, or the name of a dataset on the Hub"
         )
     with explained(partial(unreadable_data, path) if path.exists() else partial(not_at_hand, "dataset_name", name)):
         if path.suffix in DATA_FORMATS:

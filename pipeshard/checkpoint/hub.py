@@ -37,7 +37,7 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
         given = "".join(f", {option}={str(value)!r}" for option, value in on_hub.items())
         raise CheckpointError(
             f"{path} is not a folder, and this machine's Hugging Face Hub cache does not contain all weights of a "
-            "model with this name. Pass a folder that save_pretrained wrote. To use a model of the Hub, call "
+            "model with this name. Pass a folder that save_pretrained wrote. To use a model from the Hub, call "
             f"huggingface_hub.snapshot_download({str(path)!r}{given}) once, before the ranks start"
         )
     return folder

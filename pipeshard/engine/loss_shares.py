@@ -163,7 +163,7 @@ class LossShares:
         """The count that the criterion returns for each microbatch, and whether the count is 0 and the sum is NaN. The
         counts are computed before the first backward, which needs their sum. If the trace recorded how the count
         depends on the batch, and no Python value has changed since, the count is computed from the batch. Otherwise,
-        the criterion computes the count from placeholder unit results. The first count of each trace is computed in
+        the criterion computes the count from placeholder unit results. The first count of each trace is computed
         both ways, and the results are compared."""
         glue: Glue | None = None
         counts = []

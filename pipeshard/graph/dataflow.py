@@ -244,7 +244,7 @@ class Dataflow:
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
         # Calls from which a tensor escaped untracked. If a call reads it, gradients may reach all results of the call
-        # from which it escaped. If the loss reads it, they may reach all results from the first such call (`sealed`) on.
+        # from which it escaped. If the loss reads it, they may reach all results of call `sealed` and later.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):

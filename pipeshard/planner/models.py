@@ -179,7 +179,7 @@ def _of_hub(name: str) -> Path:
     except (OSError, ValueError):
         raise ConfigurationError(
             f"{name} is neither a local path nor a model in the Hugging Face cache. Pass a folder, a config.json or a "
-            "model type. To use a model of the Hub, download its config once with "
+            "model type. To use a model from the Hub, download its config once with "
             f"huggingface_hub.hf_hub_download({name!r}, 'config.json')"
         ) from None
 
