@@ -182,7 +182,8 @@ class LossShares:
 
     def _count_of_batch(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float | None:
         """The criterion's count, computed from the batch alone. Returns None if the count is 0, if the trace did not
-        record how to compute the count, or if the first count was wrong."""
+        record how to compute the count, if the recorded operators cannot run on this batch, or if the first count was
+        wrong."""
         if flow.count is None or not self._counted.get(flow, True):
             return None
         can_be_asked, count = flow.count.ask(batch.tensors, deltas)

@@ -1,7 +1,7 @@
 """Forward: one call of a module of the model, in which every stage runs its own units.
 
-Lengths grow with every token, and a trace for each length would take longer than the forward. Therefore, the trace of a
-twin (`entry.py`) determines the values that cross a cut, and each stage sends the sizes of these values to the next
+Sequences grow with every token, and a trace for each length would take longer than the forward. Therefore, the trace of
+a twin (`entry.py`) determines the values that cross a cut, and each stage sends the sizes of these values to the next
 stage in a header.
 """
 

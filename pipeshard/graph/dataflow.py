@@ -170,8 +170,8 @@ class Dataflow:
     `differentiated` are the values that receive a gradient of the loss through glue alone. `counts_results` is True if
     the criterion returns a count that depends on unit results. `opaque` contains the name and the class of each object
     in the model's output that contains tensors, but that torch's pytree treats as a leaf. The name of the output itself
-    is "". `observed` are the places that a unit reaches and that other code reads. `numbers` are the constants in those
-    attributes of the `valued` units that other code reads, each with its value as text.
+    is "". `observed` are the places that a unit reaches and that other code reads. `numbers` are the constants in
+    attributes of the `valued` units, if code outside the unit reads the attribute, each with its value as text.
     """
 
     calls: tuple[Call, ...]

@@ -67,8 +67,8 @@ class Readers:
         yield from self._observed_in_objects(calls, settings)
 
     def numbers(self, valued: Iterable[str], settings: Mapping[str, Settings]) -> Iterator[tuple[Observed, str]]:
-        """The constants that are now in those attributes of the units in `valued` that other code reads, each with its
-        value as text. Constants inside dicts and lists are included."""
+        """The constants that are now in attributes of the units in `valued`, if code outside the unit reads the
+        attribute, each with its value as text. Constants inside dicts and lists are included."""
         for unit in valued:
             for module, path in settings[unit].modules.values():
                 for name, readers in self._readers[id(module)].items() if id(module) in settings[unit].own else ():

@@ -131,9 +131,9 @@ class AutoConfig(Layout):
     by `AutoConfig.choose`.
 
     `partition` is the number of unit calls of each stage. `time` is the time of a step in `unit`. `unit` is "seconds"
-    if units were measured or `tflops` was given. Otherwise, `unit` is "relative": 1 is the time of a step in which no
-    rank is ever idle. `considered` lists all compared combinations of a layout and a schedule, in order of increasing
-    time. Combinations for which the model cannot be cut are last.
+    if the model's units were timed or `tflops` was given. Otherwise, `unit` is "relative": 1 is the time of a step in
+    which no rank is ever idle. `considered` lists all compared combinations of a layout and a schedule, in order of
+    increasing time. Combinations for which the model cannot be cut are last.
     """
 
     schedule: str

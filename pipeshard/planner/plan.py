@@ -164,14 +164,14 @@ def refuse_large(found: Sequence[InSlices], n: int | None = None) -> None:
 class Plan:
     """An estimate of how a model would run on `pp_size` ranks. Returned by `pipeshard.plan`.
 
-    Sizes are in bytes. Times are in `unit`: "seconds" if units were measured or `tflops` was given. Otherwise, times
-    are "relative": 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
-    without idle time takes `num_microbatches`. `stages` are the stages of `schedule`. `schedule` is the `recommended`
-    schedule, unless another schedule was requested, and `reason` explains the recommendation. `cuts` can be passed to
-    the plugin as `partition`: the number of unit calls of each stage, or the modules to cut after if the cuts were
-    given as module names. `training` contains the other settings that determine the memory. `devices` are the ranks'
-    devices and their links. `searched` is the schedule if a search found it, and otherwise None. `unused` maps the name
-    of each module that the batch does not use to the module's number of parameters.
+    Sizes are in bytes. Times are in `unit`: "seconds" if the model's units were timed or `tflops` was given. Otherwise,
+    times are "relative": 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a
+    step without idle time takes `num_microbatches`. `stages` are the stages of `schedule`. `schedule` is the
+    `recommended` schedule, unless another schedule was requested, and `reason` explains the recommendation. `cuts` can
+    be passed to the plugin as `partition`: the number of unit calls of each stage, or the modules to cut after if the
+    cuts were given as module names. `training` contains the other settings that determine the memory. `devices` are the
+    ranks' devices and their links. `searched` is the schedule if a search found it, and otherwise None. `unused` maps
+    the name of each module that the batch does not use to the module's number of parameters.
     """
 
     model: str

@@ -137,7 +137,7 @@ def refuse_split(model: nn.Module, name: str) -> None:
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"the {type(model).__name__} passed to {name} was already split, by booster.boost or by a Trainer whose "
-            f"model shares its parameters, so no rank holds the full model. Pass that Trainer's model, or {RELOAD}"
+            f"model has the same parameters, so no rank holds the full model. Pass the Trainer's model, or {RELOAD}"
         )
 
 
