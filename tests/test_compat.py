@@ -166,7 +166,7 @@ def test_layers_of_each_stage(pool: Pool, num_layers: int, options: dict[str, An
         ((2, 1), {"axis": 2}, "use -2 to 1"),
         ((2,), {"num_model_chunks": 2}, "enable_interleave=True"),
         ((2,), {"num_model_chunks": 0}, "num_model_chunks=0"),
-        ((2,), {"use_zbv": True}, "2 chunks with use_zbv=True"),
+        ((2,), {"use_zbv": True}, "with use_zbv=True, use 2 chunks and enable_interleave=True"),
         ((2,), {"use_zbv": True, "num_model_chunks": 2}, "enable_interleave=True"),
         ((2,), {"use_zbv": True, "num_model_chunks": 3, "enable_interleave": True}, "num_model_chunks=3"),
         ((2,), {"num_layers_per_stage": [1, 2, 3]}, "2 in all, got 3"),
