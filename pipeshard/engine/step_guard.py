@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.guard import Guard
 from pipeshard.errors import UsageError, listed
+from pipeshard.private import global_step_pre_hooks
 
 
 class StepGuard(Guard):
@@ -25,7 +25,6 @@ class StepGuard(Guard):
     def __init__(self) -> None:
         super().__init__()
         self._unrelated: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
-        self._handle: RemovableHandle | None = None
 
     def watch(self, gradients: ModelGradients) -> None:
         """From now on, refuse steps on parameters of this model by optimizers that are not boosted."""
@@ -33,11 +32,13 @@ class StepGuard(Guard):
         self._unrelated.clear()
 
     def install(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self.check)
+        if self.check not in global_step_pre_hooks.values():
+            register_optimizer_step_pre_hook(self.check)
 
     def remove(self) -> None:
-        assert self._handle is not None
-        self._handle.remove()
+        for number, hook in list(global_step_pre_hooks.items()):
+            if hook == self.check:
+                del global_step_pre_hooks[number]
 
     def check(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise UsageError if a step of this optimizer would update parameters of a boosted model without a boosted
