@@ -63,7 +63,7 @@ class PipelineStageManager:
         if not fits or (num_model_chunks > 1 and not enable_interleave):
             raise ConfigurationError(
                 f"{num_model_chunks=} is not supported with {enable_interleave=} and {use_zbv=}: with use_zbv=True, "
-                "use 2 chunks and enable_interleave=True. Otherwise, use 1 chunk or enable_interleave=True"
+                "use 2 chunks and enable_interleave=True. Otherwise, use 1 chunk, or more with enable_interleave=True"
             )
         self.pg_mesh, self.pipeline_axis = pg_mesh, pipeline_axis
         self.p2p_group = pg_mesh.get_group_along_axis(pipeline_axis)

@@ -53,7 +53,8 @@ class PipelineArguments:
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
     partition: str = setting(
         "auto",
-        "auto, uniform, parameters, type:REGEX, speed:1.0,0.6, unit calls per stage (3,4), or units to cut after.",
+        "auto, uniform, parameters, profile, profile:PATH, type:REGEX, speed:1.0,0.6, unit calls per stage (3,4), or "
+        "units to cut after.",
     )
     precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16"))
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
@@ -312,7 +313,10 @@ def required_name(settings: Namespace, which: str) -> str:
 
 def not_at_hand(setting: str, name: str, error: Exception) -> ConfigurationError:
     why = str(error).partition("\n")[0]
-    return ConfigurationError(f"{setting}={name} is not a local folder, and cannot be loaded from the Hub: {why}")
+    return ConfigurationError(
+        f"{setting}={name} is not a local folder, and cannot be loaded from the Hub: {why}. Check the ID and the "
+        "connection, and set HF_TOKEN if the repository is private or gated"
+    )
 
 
 def config_source(settings: Namespace) -> list[str]:

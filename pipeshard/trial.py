@@ -99,7 +99,8 @@ def train_demo(pp_size: int, steps: int) -> list[str]:
         lines.append(f"step {number}: loss {split:.6f}, in one process {unsplit:.6f}, {1000 * seconds:.0f} ms")
     if any(abs(split - unsplit) > 1e-4 * abs(unsplit) for split, unsplit, _ in rows):
         raise VerificationError(
-            f"the split and unsplit losses differ ({lines}), so this installation does not train correctly"
+            f"the split and unsplit losses differ ({lines}), so this installation does not train correctly. Reinstall "
+            "pipeshard, torch and transformers in a new environment"
         )
     return lines
 

@@ -40,7 +40,8 @@ def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report(rank, name, fault, error, run), indent=1))
     except (OSError, ValueError) as why:
-        logger.warning("rank %d could not write its crash report to %r: %s", rank, folder, why)
+        remedy = f"set {VARIABLE} to a folder that this process can write"
+        logger.warning("rank %d could not write its crash report to %r: %s (%s)", rank, folder, why, remedy)
 
 
 def report(rank: int, name: str, fault: Fault, error: BaseException | None, run: str = "") -> dict[str, Any]:

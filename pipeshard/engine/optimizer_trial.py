@@ -90,7 +90,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         if grid.first and trial.waiting is None:
             logger.warning(
                 "could not check whether %s updates each parameter independently (%s: %s). If it does not, training "
-                "differs from training in one process",
+                "differs from training in one process: compare the losses of a few steps with a run with pp_size=1",
                 name, type(error).__name__, error,
             )  # fmt: skip
         couples = divides = False
