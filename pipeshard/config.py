@@ -120,8 +120,8 @@ class PipelineConfig:
         dp_size: the number of replicas. The default is the largest number that the world size allows.
         tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
             the plan of the model's policy.
-        tp_plan: a custom plan, as a dict from module names (with * for numbers) to "colwise", "rowwise" or another
-            style.
+        tp_plan: a custom plan, as a dict from names of modules and parameters (with * for numbers) to "colwise",
+            "rowwise" or another style.
         ep_size: the number of ranks that shard the experts of each stage, using the architecture's own `ep_plan`. Not
             supported with tp_size > 1.
         ep_plan: a custom plan, as a dict from names of expert modules to "ep_dispatch_experts", and from names of their

@@ -202,9 +202,9 @@ class ElasticJob(PreemptibleJob):
         keep: the number of saved steps to keep.
         timeout: the timeout of the default process group, in seconds.
 
-    Raises ConfigurationError, on every rank, if no layout is legal for the available ranks, if the function `pp_size`
-    fails or does not return a Layout for these ranks and `global_batch`, or if `every` or `keep` is invalid. Raises
-    UsageError without a launcher, and outside the main thread.
+    Raises ConfigurationError, on every rank, if the sizes do not fit together or do not fit the available ranks, if the
+    function `pp_size` fails or does not return a Layout for these ranks and `global_batch`, or if `every` or `keep` is
+    invalid. Raises UsageError without a launcher, and outside the main thread.
     """
 
     def __init__(

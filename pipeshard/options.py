@@ -16,9 +16,13 @@ OFFLOADED = ("activations", "optimizer", "both")
 
 def check_plan(name: str, plan: Any) -> None:
     """Raise ConfigurationError unless `plan` (tensor-parallel or expert-parallel) is None or a non-empty dict from
-    module names to styles."""
+    names of modules and parameters to names of styles."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
-        raise ConfigurationError(f"{name} must be a non-empty dict from module names to styles, got {plan!r}")
+        style = "colwise" if name == "tp_plan" else "grouped_gemm"
+        raise ConfigurationError(
+            f"{name} must be a non-empty dict from names of modules and parameters to names of styles (strings such as "
+            f"{style!r}), got {plan!r}"
+        )
 
 
 def check_replicas(zero_stage: int, fsdp: bool) -> None:

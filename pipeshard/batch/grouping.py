@@ -28,10 +28,11 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
     """Return the groups (microbatches), sorted by time. Each group lists its sample indices in ascending order.
 
     `lengths` contains the number of tokens of each sample: one number, or one for the encoder and one for the decoder.
-    In each group, the number of samples times the sum of the largest lengths is at most `limit`. Each sample alone must
-    fit into `limit`. Of all groupings of the sorted samples into runs of consecutive samples, the result minimizes the
-    sum of all groups' times plus `idle` times the longest time (for which other stages wait). Tries at most LEVELS
-    limits for the longest time.
+    In each group, the number of samples times the padded length is at most `limit`. The padded length is the largest
+    length in the group or, with two lengths per sample, the sum of the largest encoder length and the largest decoder
+    length. Each sample alone must fit into `limit`. Of all groupings of the sorted samples into runs of consecutive
+    samples, the result minimizes the sum of all groups' times plus `idle` times the longest time (for which other
+    stages wait). Tries at most LEVELS limits for the longest time.
     """
     order = sorted(range(len(lengths)), key=lambda k: (*lengths[k], k))
     costs = _costs([lengths[k] for k in order], limit, cost)

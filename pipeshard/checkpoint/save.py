@@ -63,8 +63,8 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
             has = f"layout {value.layout}" if value.layout != torch.strided else f"dtype {value.dtype}"
             raise CheckpointError(
                 f"stages write safetensors files, which do not support the {has} of {name} in this "
-                f"{type(module).__name__}: use a dense tensor of another dtype or, if {name} is a buffer, register it "
-                "with persistent=False"
+                f"{type(module).__name__}: use a dense, unquantized tensor of a dtype that safetensors supports or, if "
+                f"{name} is a buffer, register it with persistent=False"
             )
     held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
     own = {first: saved[first] for first in sorted(held)}

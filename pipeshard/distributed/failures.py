@@ -327,7 +327,7 @@ def text_of(error: BaseException) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a broken connection caused an error, so that another rank is at fault. Any DistError counts. A
+    """Whether a broken connection caused this error, which means that another rank is at fault. Any DistError counts. A
     RuntimeError counts only if torch or pipeshard raised it, since user code may raise errors with the same text."""
     if isinstance(error, dist.DistError) or type(error) is not RuntimeError or not LOST.search(str(error)):
         return isinstance(error, dist.DistError)

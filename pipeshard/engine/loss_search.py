@@ -336,10 +336,10 @@ class _Search:
         return self.sizes is None or all(self._holds(rule, k, sloping=True) for k in range(len(self.cuts)))
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
-        """Whether a rule that holds on a few samples also holds at the batch's sizes. First tries the upper ends of the
-        sizes' ranges. If the rule is not shown to hold there, tries the sizes themselves or, if samples of these sizes
-        are too large, fewer and shorter samples. Sets `is_untried` if no trial at the batch's sizes was conclusive.
-        Inconclusive trials do not reject a rule."""
+        """Whether a rule that holds on a few samples also holds at the batch's sizes. First tries the sizes rounded up
+        to powers of two, the upper ends of their ranges (see engine/loss_sizes.py). If the rule is not shown to hold
+        there, tries the sizes themselves or, if samples of these sizes are too large, fewer and shorter samples. Sets
+        `is_untried` if no trial at the batch's sizes was conclusive. Inconclusive trials do not reject a rule."""
         if self.sizes is None:
             return True
         source, larger = self._larger(), self.sizes.larger
@@ -366,7 +366,8 @@ class _Search:
             )
 
     def _larger(self) -> Batch:
-        """The batch, with each length extended to the upper end of its range."""
+        """The batch, with each length rounded up to a power of two, the upper end of its range (see
+        engine/loss_sizes.py)."""
         batch, axes = self.batch, self.flow.axes
         for group in range(1, len(axes.sizes)):
             deltas = axes.deltas(batch)

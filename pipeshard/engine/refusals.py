@@ -189,8 +189,8 @@ def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
     that has trainable parameters outside the model."""
     if criterion is not None and not callable(criterion):
         raise ConfigurationError(
-            "the criterion must be callable as criterion(outputs, inputs), got an object of class "
-            f"{type(criterion).__name__}"
+            "the criterion must be callable as criterion(outputs, inputs) or criterion(outputs), got an object of "
+            f"class {type(criterion).__name__}"
         )
     if criterion is not None and not hasattr(criterion, "of_batch"):
         takes_outputs_alone(criterion)

@@ -78,7 +78,7 @@ class BoostedModel(NamedTuple):
 
 
 class Colossalai(Target):
-    """`target="colossalai"`: a Booster with a PipelinePlugin, and the boosted model.
+    """`target="colossalai"`: a Booster with a PipelinePlugin, and the boosted model and optimizer.
 
     Args:
         num_microbatches: the number of microbatches per batch.

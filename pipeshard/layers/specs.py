@@ -116,10 +116,10 @@ class Function(nn.Module):
         bare = [value for value in _carried(fn) if isinstance(value, nn.Parameter)]
         hidden = [value for value in _closed_over(fn) if isinstance(value, nn.Module | nn.Parameter)]
         if bare or hidden:
+            where = "in its closure or defaults" if hidden else "as an argument or attribute"
             raise ConfigurationError(
                 f"layer {place}, the function {_function_name(fn)}, uses an instance of "
-                f"{type([*hidden, *bare][0]).__name__} {'in its closure or defaults' if hidden else 'as an argument'}, "
-                "where pipeshard cannot track it. "
+                f"{type([*hidden, *bare][0]).__name__} {where}, where pipeshard cannot track it. "
                 "Instead of the function, pass a bound method of an nn.Module that holds the parameters, "
                 "functools.partial with this module as an argument, or TiedLayerSpec(..., forward_fn=...)"
             )

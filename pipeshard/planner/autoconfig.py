@@ -76,10 +76,11 @@ class ToldLayout(Layout):
 def layouts(
     ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None, tp_size: int = 1
 ) -> list[Layout]:
-    """All legal layouts of `ranks` ranks with at most `pp_size` stages of `tp_size` ranks each. Layouts with more
-    stages come first.
+    """All layouts of `ranks` ranks with at most `pp_size` stages of `tp_size` ranks each, in which the number of
+    replicas divides the number of microbatches. Layouts with more stages come first.
 
-    Raises ConfigurationError for invalid sizes, or if no layout is legal.
+    Raises ConfigurationError if a size is invalid, or if the sizes do not fit together: for example, if no possible
+    number of replicas divides the number of microbatches.
     """
     most = ranks if pp_size is None else pp_size
     sizes = {"ranks": ranks, "global_batch": global_batch, "microbatch_size": microbatch_size, "pp_size": most}
@@ -194,8 +195,9 @@ class AutoConfig(Layout):
                 number of replicas is `ranks / tp_size`.
             link: one link between any two ranks, or a list of links, one from each rank to the next.
 
-        Raises ConfigurationError if no layout is legal. Raises PartitionError if no layout fits in `device_memory`, or
-        if the model cannot be cut for any layout. Also raises the other errors of `pipeshard.plan`.
+        Raises ConfigurationError if the sizes do not fit together: for example, if no possible number of replicas
+        divides the number of microbatches. Raises PartitionError if no layout fits in `device_memory`, or if the model
+        cannot be cut for any layout. Also raises the other errors of `pipeshard.plan`.
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         legal = layouts(ranks, global_batch, microbatch_size, pp_size, tp_size)

@@ -287,8 +287,8 @@ class Subject:
 class Candidate:
     """The model, cut into the stages of `program`.
 
-    If a rank would exceed its limit, a partition given as a rule, such as "auto", is replaced with a partition that
-    fits, if one is found. `moved` is then True. Raises PartitionError if the model cannot be cut.
+    If a rank would exceed its memory limit and the partition is a rule, such as "auto", the partition is replaced with
+    one that fits, if one is found. `moved` is then True. Raises PartitionError if the model cannot be cut.
     """
 
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:

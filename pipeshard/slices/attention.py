@@ -44,7 +44,9 @@ class Fresh(NamedTuple):
 
 @cache
 def register() -> None:
-    """Make models with "sdpa" attention use the attention of this module for keys that have the attribute FRESH."""
+    """Make models with "sdpa" attention use this module's attention for calls that `_can` accepts, whose keys have the
+    attribute FRESH, and whose values are those that the cache returned with the keys. All other calls use transformers'
+    own attention."""
     plain = ALL_ATTENTION_FUNCTIONS[SDPA]
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kw: Any) -> Any:

@@ -137,7 +137,8 @@ def refuse_split(model: nn.Module, name: str) -> None:
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"the {type(model).__name__} passed to {name} was already split, by booster.boost or by a Trainer whose "
-            f"model has the same parameters, so no rank holds the full model. Pass the Trainer's model, or {RELOAD}"
+            "model has the same parameters, so no rank holds the full model. If a Trainer split it, pass that "
+            f"Trainer's model (trainer.model). Alternatively, or if booster.boost split it, {RELOAD}"
         )
 
 

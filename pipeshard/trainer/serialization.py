@@ -102,8 +102,8 @@ class ValueReader(pickle.Unpickler):
             return resolve(self.roots[said[0].key], said[1:])
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             raise UsageError(
-                f"compute_loss has changed {place_name(said)} on the last stage, but this rank does not have it "
-                f"({error}). Create it in __init__ or in a callback: both run on every rank"
+                f"compute_loss changes {place_name(said)} on the last stage, or stores, logs or returns it, but this "
+                f"rank has no such object ({error}). Create it in __init__ or in a callback: both run on every rank"
             ) from error
 
 

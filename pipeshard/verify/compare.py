@@ -96,7 +96,10 @@ class Comparison:
         return True
 
     def _close(self, split: Tensor, unsplit: Tensor, relative: float, floor: float) -> bool:
-        """Whether two tensors are equal up to the precision of their dtype."""
+        """Whether two tensors have the same shape and are equal up to rounding. Floating-point and complex values may
+        differ by a fraction of the largest magnitude in `unsplit` (or of `floor`, if larger). The fraction is
+        `relative` or 8 times the epsilon of the dtype of `unsplit`, whichever is larger, or FINE with `fine`. All other
+        values must be equal."""
         if split.shape != unsplit.shape:
             return False
         if not split.layout is unsplit.layout is torch.strided:

@@ -288,4 +288,7 @@ def test_what_is_not_of_a_rank_s_experts_is_refused(inside: Any, message: str) -
 def test_slices_of_two_kinds_are_refused() -> None:
     assert "tp_size=2 is not supported with ep_size=2" in refusal(tp_size=2, ep_size=2)
     assert "expert-parallel ranks per stage, must be a positive integer, got 0" in refusal(ep_size=0)
-    assert "ep_plan must be a non-empty dict from module names to styles" in refusal(ep_plan="auto")
+    assert (
+        "ep_plan must be a non-empty dict from names of modules and parameters to names of styles (strings such as "
+        "'grouped_gemm'), got 'auto'"
+    ) in refusal(ep_plan="auto")

@@ -572,8 +572,12 @@ def hooked(module: nn.Module) -> nn.Module:
             {},
             "layer 0, the function with_a_default, uses an instance of Linear in its closure or defaults",
         ),
-        ([functools.partial(torch.mul, WEIGHT.weight)], {}, "uses an instance of Parameter as an argument"),
-        ([WEIGHT.weight.mul], {}, "the function mul, uses an instance of Parameter as an argument"),
+        (
+            [functools.partial(torch.mul, WEIGHT.weight)],
+            {},
+            "uses an instance of Parameter as an argument or attribute, where pipeshard cannot track it",
+        ),
+        ([WEIGHT.weight.mul], {}, "the function mul, uses an instance of Parameter as an argument or attribute"),
         (
             [TiedLayerSpec("t", nn.Linear, 2, 2, tied_weight_attr="weigth")],
             {},
