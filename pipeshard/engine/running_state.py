@@ -110,9 +110,10 @@ _MOMENTS: defaultdict[nn.Module, list[Tensor]] = defaultdict(list)
 
 @contextmanager
 def deferred(units: Iterable[nn.Module], replay: Replay | None = None) -> Iterator[None]:
-    """Context manager that updates the running statistics of these units once, on exit, with the mean and (biased)
-    variance of all inputs (Kim et al. 2020, arXiv:2004.09910). Each microbatch is still normalized by its own
-    statistics. Calls of units of the rank's other stages, which `replay` answers, do not count.
+    """Context manager that updates the running statistics of these units once, on exit, with the mean and the variance
+    of all inputs (Kim et al. 2020, arXiv:2004.09910). The variance is unbiased, as in torch's update. Each microbatch
+    is still normalized by its own statistics. Calls of units of the rank's other stages, which `replay` answers, do not
+    count.
     """
     modules: dict[Any, None] = {module: None for unit in units for module in unit.modules() if _tracks(module)}
     before = {module: [buffer.clone() for buffer in _statistics(module)] for module in modules}
@@ -163,9 +164,11 @@ def _move(module: Any, before: list[Tensor], moments: list[Tensor]) -> None:
     module.num_batches_tracked += 1
     momentum = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
     sizes, means, variances = torch.stack(moments, 1)
-    shares = sizes / sizes.sum(0)
+    size = sizes.sum(0)
+    shares = sizes / size
     mean = (shares * means).sum(0)
     # Subtracting the square of the mean from the mean of squares would lose precision by cancellation.
     variance = (shares * (variances + (means - mean).square())).sum(0)
-    for buffer, value in ((module.running_mean, mean), (module.running_var, variance)):
+    unbiased = variance * size / (size - 1)  # torch refuses to normalize by the variance of a single value
+    for buffer, value in ((module.running_mean, mean), (module.running_var, unbiased)):
         buffer.copy_(torch.lerp(buffer.double(), value, momentum))

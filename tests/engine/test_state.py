@@ -1038,7 +1038,7 @@ class Normed(nn.Module):
 
 
 class Deferred(nn.BatchNorm2d):
-    """torchgpipe's DeferredBatchNorm, but for the number of microbatches, which the test counts."""
+    """torchgpipe's DeferredBatchNorm, but with torch's unbiased variance. The test counts the microbatches."""
 
     seen: list[Tensor]
 
@@ -1053,7 +1053,7 @@ class Deferred(nn.BatchNorm2d):
         self.num_batches_tracked += 1
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean = self.running_mean * (1 - share) + x.mean(1) * share
-        self.running_var = self.running_var * (1 - share) + x.var(1, correction=0) * share
+        self.running_var = self.running_var * (1 - share) + x.var(1) * share
 
 
 def norms_once_a_batch(options: dict[str, Any]) -> dict[str, float]:
@@ -1114,7 +1114,23 @@ def test_batch_norm_once_a_batch_sums_as_precisely_as_torch(dtype: torch.dtype, 
             norm(input=part)
     expected = torch.cat(parts).double()
     torch.testing.assert_close(norm.running_mean, expected.mean(0).float(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(norm.running_var, expected.var(0, correction=0).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm.running_var, expected.var(0).float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_once_a_batch_moves_as_in_the_unsplit_model(momentum: float | None) -> None:
+    """The running variance moved to the biased variance of the batch, but torch moves it to the unbiased variance: for
+    8 values per channel, it was an eighth too small, without an error."""
+    torch.manual_seed(0)
+    batches = torch.randn(3, 8, 2)
+    norm, unsplit = (nn.BatchNorm1d(2, momentum=momentum) for _ in range(2))
+    for batch in batches:
+        unsplit(batch)
+        with deferred([norm]):
+            for part in batch.split((2, 3, 3)):
+                norm(part)
+    for name, expected in unsplit.named_buffers():
+        torch.testing.assert_close(norm.get_buffer(name), expected)
 
 
 def test_a_state_in_use_is_not_forgotten() -> None:
