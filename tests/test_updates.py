@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pipeshard.distributed.collectives import gather_objects
 from pipeshard.engine import norm_guard, step_guard
 from pipeshard.engine.clipping import order_of
 from pipeshard.engine.guard import Guard
@@ -641,6 +642,117 @@ def test_only_factors_of_coarse_gradients_may_differ_by_rounding(pool: Pool) -> 
     assert pool.run(updates_with, 2, In16Bits, nearly_alike, timeout=120) == [6, 6]
 
 
+def by_rank(model: nn.Module, optimizer: Any) -> None:
+    """Another factor on each rank, through the optimizer's groups."""
+    for gradient in gradients(of_optimizer(optimizer)):
+        gradient.mul_(0.5 + 0.1 * dist.get_rank())
+
+
+CLIPS: dict[str, Change] = {
+    "none": lambda *_: None,
+    "by norm": lambda _, optimizer: optimizer.clip_grad_by_norm(0.01),
+    "by value": lambda _, optimizer: optimizer.clip_grad_by_value(0.001),
+    "torch's, by value": lambda model, _: clip_grad_value_(model.parameters(), 0.001),
+    "torch's, each by value": lambda model, _: [
+        clip_grad_value_(p, 0.001) for p in model.parameters() if p.grad is not None
+    ],
+    "torch's, of each layer": lambda model, _: [clip_grad_norm_(layer.parameters(), 1e-3) for layer in model.layers],
+}
+
+
+def scales_and_clips(layout: dict[str, Any], kind: str, in_hook: bool, start: int) -> str:
+    """The error of a loop that multiplies gradients by a factor of the rank, from step `start` on, and then clips."""
+    sides, step = Sides(layout, sgd), 0
+
+    def changes(model: nn.Module, _: Any) -> None:
+        for change in (by_rank, CLIPS[kind]) if step >= start else ():
+            change(model, sides.optimizer)
+
+    if in_hook:
+        hook(sides.optimizer, sides.model, changes)
+    for step in range(7):
+        try:
+            sides.split_loss(sides.batches(step))
+            if not in_hook:
+                changes(sides.model, sides.optimizer)
+            sides.optimizer.step()
+        except UsageError as error:
+            assert step == (0 if start == 0 else start + 2)
+            return str(error)
+        sides.optimizer.zero_grad()
+    return ""
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", [kind for kind in CLIPS if kind != "none"])
+def test_a_factor_of_one_stage_is_refused_although_gradients_are_clipped_then(pool: Pool, kind: str) -> None:
+    """A loop multiplied each stage's gradients by a factor of its own and then clipped by value, or did both in a hook
+    of the optimizer's step: no factor explained the sum of the changes, so the stages trained differently, silently."""
+    for in_hook, start in ((False, 0), (True, 0), (True, 4)):
+        for told in pool.run(scales_and_clips, 2, {}, kind, in_hook, start, timeout=120):
+            assert "different factors: 0.5 on rank 0 (stage 0), 0.6 on rank 1" in told
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("layout", [{"dp_size": 2, "zero_stage": 1}, {"dp_size": 2, "fsdp": True}])
+def test_factors_of_shards_and_of_owned_gradients_are_compared(pool: Pool, layout: dict[str, Any]) -> None:
+    """With ZeRO and fsdp, a loop multiplied the gradients of the optimizer's groups by a factor of the rank. Changes of
+    local shards were not seen, and gradients that another replica's optimizer uses kept their values: no error."""
+    for kind in ("none", "by norm"):
+        for start in (0, 4):
+            for told in pool.run(scales_and_clips, 2, layout, kind, False, start, timeout=120):
+                assert "different factors: 0.5 on rank 0 (replica 0, stage 0), 0.6 on rank 1" in told
+
+
+def halves_what_one_replica_owns() -> list[str]:
+    """Halves gradients by name: those of the first stage that its first replica's optimizer uses."""
+    sides = Sides({"dp_size": 2, "zero_stage": 1}, sgd)
+    owned = [weight.name for weight in sides.optimizer.weights.values() if weight.owner == 0]
+    names, *_ = gather_objects(owned, sides.plugin.grid.world)
+    for step in range(5):
+        sides.train(sides.batches(step))
+        for model in sides.both:
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None and name in names:
+                    parameter.grad.mul_(0.5)
+        sides.step()
+    return sides.done()
+
+
+@pytest.mark.turns
+def test_a_constant_factor_of_what_one_replica_owns_is_exact(pool: Pool) -> None:
+    """The factors of ZeRO's owners alone would refuse a loop that halves a parameter's gradient by name."""
+    assert pool.run(halves_what_one_replica_owns, 4, timeout=120) == [[]] * 4
+
+
+def clips_with_factors(kind: str, in_hook: bool) -> list[str]:
+    """What differs from the unsplit loop that halves all gradients, and then clips each element or layer."""
+    told, sides = listening(), Sides({}, sgd)
+
+    def changes(model: Any, optimizer: Any) -> None:
+        halves(model, optimizer)
+        CLIPS[kind](model, optimizer)
+
+    pairs = [(sides.unsplit, sides.reference), (sides.model, sides.optimizer)]
+    if in_hook:
+        for model, optimizer in pairs:
+            hook(optimizer, model, changes)
+    for step in range(5):
+        sides.train(sides.batches(step))
+        for model, optimizer in [] if in_hook else pairs:
+            changes(model, optimizer)
+        sides.step()
+    return sides.done() + [text for text in told if "gradients" in text]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", [kind for kind in CLIPS if kind.startswith("torch's")])
+def test_a_factor_of_all_ranks_and_a_clip_are_exact(pool: Pool, kind: str) -> None:
+    """Neighbours of the loops that are refused: the factor is the same on all ranks."""
+    for in_hook in (False, True):
+        assert pool.run(clips_with_factors, 2, kind, in_hook, timeout=120) == [[], []]
+
+
 def of_rank(model: nn.Module, optimizer: Any) -> float:
     return float(torch.stack([gradient.norm() for gradient in gradients(model.parameters())]).norm())
 
@@ -710,7 +822,7 @@ def alone(what: str) -> list[str]:
         sides.optimizer.step()
         if not (is_alone and what == "keeps"):
             sides.optimizer.zero_grad()
-    return [text for text in told if "gradients were cleared (zero_grad) on only one of rank 0" in text]
+    return [text for text in told if "or set to None or 0) on only one of rank 0" in text]
 
 
 def skips_together(freezes: bool) -> list[str]:
@@ -738,6 +850,93 @@ def test_gradients_that_one_rank_drops_are_warned_of(pool: Pool) -> None:
     assert all(any(pool.run(alone, 2, what, timeout=120)) for what in ("drops", "keeps"))
     for freezes in (False, True):
         assert pool.run(skips_together, 2, freezes, timeout=120) == [[], []]
+
+
+def zeroes(model: Any, _: Any) -> None:
+    for gradient in gradients(model.parameters()):
+        gradient.zero_()
+
+
+def replaces_by_zeros(model: Any, _: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter)
+
+
+ZEROES: dict[str, Change] = {
+    "zeroes": zeroes,
+    "multiplies": lambda model, _: [gradient.mul_(0) for gradient in gradients(model.parameters())],
+    "of the groups": lambda _, optimizer: torch._foreach_zero_(gradients(of_optimizer(optimizer))),
+    "replaces": replaces_by_zeros,
+    "zero_grad": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "and clips": lambda model, optimizer: (zeroes(model, optimizer), clip_grad_value_(model.parameters(), 1.0)),
+}
+PLACES = "before the update", "in a hook", "after the update", "within a window"
+
+
+def zeroes_alone(layout: dict[str, Any], kind: str, place: str, ranks: list[int]) -> list[str]:
+    """What is told of a loop in which only some ranks set their gradients to 0, in step 4."""
+    told, sides, step = listening(), Sides(layout, sgd), 0
+
+    def changes(now: str) -> None:
+        if now == place and step == 4 and dist.get_rank() in ranks:
+            ZEROES[kind](sides.model, sides.optimizer)
+
+    if place == "in a hook":
+        sides.optimizer.register_step_pre_hook(lambda *_: changes("in a hook"))
+    for step in range(7):
+        sides.split_loss(sides.batches(step))
+        if place == "within a window":
+            changes(place)
+            sides.split_loss(sides.batches(step))
+        changes("before the update")
+        sides.optimizer.step()
+        changes("after the update")
+        if step != 4 or place != "after the update":
+            sides.optimizer.zero_grad()
+    return [text for text in told if "or set to None or 0) on only one of rank 0" in text]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ZEROES)
+def test_gradients_that_one_rank_sets_to_zero_are_warned_of(pool: Pool, kind: str, place: str) -> None:
+    """One rank set its gradients to 0 (`p.grad.zero_()`, `mul_(0)`, `zero_grad(set_to_none=False)`), where `p.grad =
+    None` was warned of. No factor explained the change, so its stage skipped this update, silently."""
+    assert any(pool.run(zeroes_alone, 2, {}, kind, place, [0], timeout=120))
+    assert pool.run(zeroes_alone, 2, {}, kind, place, [0, 1], timeout=120) == [[], []]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("layout", [{"zero_stage": 1}, {"fsdp": True}])
+def test_gradients_of_the_groups_that_one_replica_sets_to_zero_are_warned_of(pool: Pool, layout: Any) -> None:
+    """A replica that set the gradients of its optimizer's groups to 0 skipped the update of its part of the model."""
+    kind, options = "of the groups", {"dp_size": 2, **layout}
+    assert any(pool.run(zeroes_alone, 2, options, kind, "before the update", [0], timeout=120))
+    assert not any(pool.run(zeroes_alone, 2, options, kind, "before the update", [0, 1], timeout=120))
+
+
+def zeroes_by_name(kind: str) -> list[str]:
+    """What differs from the unsplit loop that sets the gradient of one parameter, or of one row, to 0 in each step; or
+    from one whose head is 0 at first, so that other gradients are 0 without the loop."""
+    told, sides = listening(), Sides({}, sgd, max_norm=1e9)
+    for model in sides.both if kind == "zero head" else ():
+        if not is_released(model.head.weight):
+            nn.init.zeros_(model.head.weight)
+    for step in range(5):
+        sides.train(sides.batches(step))
+        for gradient in [g for model in sides.both for g in gradients([model.embed.weight]) if kind != "zero head"]:
+            (gradient[3] if kind == "a row" else gradient).zero_()
+        for optimizer in (sides.reference, sides.optimizer):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return sides.done() + told
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["a parameter", "a row", "zero head"])
+def test_a_gradient_of_one_parameter_may_be_set_to_zero(pool: Pool, kind: str) -> None:
+    """Only the stage that has the parameter can set its gradient to 0, and this is exact: no warning."""
+    assert pool.run(zeroes_by_name, 2, kind, timeout=120) == [[], []]
 
 
 def in_turn(pauses: bool) -> tuple[list[str], list[str], int]:
@@ -775,7 +974,7 @@ def test_optimizers_that_are_cleared_in_turn_are_cleared_on_every_rank(pool: Poo
     had all of its own: a warning said that one rank had cleared its gradients, and true findings were silent."""
     reports = pool.run(in_turn, 2, pauses, timeout=120)
     assert all(told == [] and count == 0 for told, _, count in reports)
-    assert any("gradients were cleared (zero_grad) on only one of" in text for _, told, _ in reports for text in told)
+    assert any("or set to None or 0) on only one of" in text for _, told, _ in reports for text in told)
 
 
 def without_optimizer() -> list[str]:

@@ -22,6 +22,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.copies import WeightCopies
 from pipeshard.engine.coupling import Coupling
+from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import LossScale, MasterWeight
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.updates import Updates
@@ -188,10 +189,8 @@ class ModelGradients:
             self.added()
 
     def unscale(self) -> None:
-        """Record how the loop has changed the gradients, and divide them by the loss scale. With a loss scale, infinite
-        elements become NaN, so that clamping the elements does not hide an overflow."""
-        self._settle()
-        self.updates.judge()
+        """Divide the gradients by the loss scale. With a loss scale, infinite elements become NaN, so that clamping the
+        elements does not hide an overflow."""
         self._rescale(1.0)
         for parameter in self._holders if self.scaling is not None else ():
             if (gradient := local_grad(parameter)) is not None:
@@ -213,9 +212,38 @@ class ModelGradients:
 
     def added(self) -> None:
         """Assign the new gradients to the master weights as well, and record the gradients to detect later changes."""
+        self._lend()
+        self.updates.added(self._holders)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Context manager in which pipeshard changes all gradients: records how the loop has changed them before, and
+        assigns the new gradients to the master weights."""
+        self._settle()
+        with self.updates.changing():
+            yield
+            self._lend()
+
+    @contextmanager
+    def clipped_by_torch(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Context manager in which torch clips the gradients of these parameters, as in one process. Records how the
+        loop has changed them before."""
+        gradients = [gradient for p in parameters if (gradient := stored_grad(p)) is not None]
+        if self.updates.is_lost_in(gradients):
+            with self.coupling.paused(), self.changing():
+                pass
+        yield
+        self.updates.ignore(gradients)
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """`Updates.numbers`, for the current gradients."""
+        self._settle()
+        return self.updates.numbers
+
+    def _lend(self) -> None:
         for weight in self.weights.values():
             weight.lend_gradient()
-        self.updates.added(self._holders)
 
     def _settle(self) -> None:
         """If the loop has replaced the gradient of a master weight, assign the new gradient to the parameter."""

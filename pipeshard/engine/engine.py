@@ -276,7 +276,7 @@ class Pipeline:
             if self.uncuts and not train and found is not None:
                 bits |= UNMERGED * (not _merges(asked.outputs, found, batches))
             ways = -1 if found is None else self.traces.number(found)
-            return News(bits, ways, *self.gradients.updates.numbers)
+            return News(bits, ways, *self.gradients.numbers)
 
         training = "train" if self.model.training else "eval"
         returned = f"return_loss={bool(asked.loss)}, return_outputs={asked.outputs}"

@@ -265,7 +265,7 @@ class PipelineModel(nn.Module):
         """Clear the gradients, including gradients accumulated under `no_sync` (with fsdp, such gradients are not in
         `.grad` yet)."""
         self.pipeline.sync.reset(self.pipeline.held_parameters().keys())
-        self.pipeline.gradients.updates.cleared(None, set_to_none)
+        self.pipeline.gradients.updates.cleared(None)
         self.module.zero_grad(set_to_none)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,8 @@ While a boosted model is alive, the guard patches torch's functions in place, so
 library has already imported them. A single tensor, or some of a stage's parameters, can be clipped as usual.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import GeneratorType
 from typing import Any
 
@@ -54,11 +55,21 @@ class NormGuard(Guard):
             given = (tensor for tensor in listed) if isinstance(tensors, GeneratorType) else listed
             try:
                 check(listed)
-                return original(given, *rest, **kwargs)
+                with self._clipped(listed) if function is not get_total_norm else nullcontext():
+                    return original(given, *rest, **kwargs)
             finally:
                 self._is_single = before
 
         return guarded
+
+    @contextmanager
+    def _clipped(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Context manager in which torch clips the gradients of `parameters`."""
+        with ExitStack() as stack:
+            for gradients in list(self._models):
+                if named := gradients.names_of(parameters):
+                    stack.enter_context(gradients.clipped_by_torch(named))
+            yield
 
     def _check_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Raise UsageError if `parameters` contain both parameters with gradients on this rank and parameters that

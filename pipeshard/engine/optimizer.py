@@ -479,6 +479,7 @@ class PipelineOptimizer(Optimizer):
         self.copies.take_values()
         self._is_updated = True
         if self._depth == 0:
+            self.gradients.updates.left()
             self.gradients.coupling.begin()
 
     @property
@@ -497,7 +498,7 @@ class PipelineOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters, including gradients accumulated under `no_sync`."""
         self.sync.reset({weight.parameter for weight in self.weights.values()})
-        self.gradients.updates.cleared(self, set_to_none)
+        self.gradients.updates.cleared(self)
         for hosted in self.copies.hosted:
             hosted.is_updating = True  # the inner optimizer may read its gradients, which are None
         arguments = () if set_to_none else (False,)  # the zero_grad of a user's class may take no argument
@@ -513,21 +514,19 @@ class PipelineOptimizer(Optimizer):
         `error_if_nonfinite`, raises ConfigurationError if this norm is not finite. Call it on every rank."""
         with self.gradients.coupling.paused():
             self.gradients.complete()
-            self.gradients.updates.judge()
-            norm = self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
-            self.gradients.added()
-        return norm
+            with self.gradients.changing():
+                return self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
 
     @together_in("optimizer.clip_grad_by_value")
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Clamp each element of this optimizer's gradients to [-clip_value, clip_value]. Call it on every rank."""
         with self.gradients.coupling.paused():
             self.gradients.complete()
-            self.gradients.unscale()
-            for weight in self.weights.values():
-                if (gradient := local_grad(weight.parameter)) is not None:
-                    gradient.clamp_(-clip_value, clip_value)
-            self.gradients.added()
+            with self.gradients.changing():
+                self.gradients.unscale()
+                for weight in self.weights.values():
+                    if (gradient := local_grad(weight.parameter)) is not None:
+                        gradient.clamp_(-clip_value, clip_value)
 
     def get_grad_norm(self, norm_type: float | str = 2.0, **kwargs: Any) -> float:
         """Return the whole model's gradient norm before clipping, as the last `step` or `clip_grad_by_norm` computed

@@ -12,11 +12,11 @@ import logging
 import math
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,9 +24,10 @@ from pipeshard.batch.tree import PLAIN_VALUES
 from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.gradient_snapshot import COARSE, NEAR, UNCHANGED, UNKNOWN, Factors, GradientSnapshot
 from pipeshard.engine.groups import is_compared
 from pipeshard.errors import UsageError
-from pipeshard.graph.writes import is_written, note
+from pipeshard.graph.writes import stored
 
 logger = logging.getLogger("pipeshard")
 
@@ -35,10 +36,7 @@ BITS = 61  # bits of the digest of the options, which is sent as a signed 64-bit
 ODD = 3  # multiplies the digest of the used options, so that differences of the two summed digests do not cancel
 ONE = 2**32  # the integer that is sent for a factor of 1
 OTHER = -1  # the integer that is sent for a missing factor
-LARGEST = 2.0**20  # only smaller factors are compared
-TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
-CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors
-COARSE = 4e-3  # the tolerance for factors of gradients whose values are rounded by more than NEAR (bf16)
+CLOSE = 1e-6  # the tolerated relative difference of options
 CLEARED, GONE = "optimizer {} was cleared", "gradients of optimizer {} are gone"  # keys of `Told.dropped`
 Options = dict[tuple[int, int], dict[str, Any]]  # each group's options, by (index of the optimizer, index of the group)
 
@@ -48,6 +46,7 @@ class Grouped(Protocol):
 
     optim: Optimizer
     weights: Any  # dict[str, MasterWeight]
+    names: dict[Tensor, str]
     given: list[frozenset[str]]
     options: list[tuple[str, ...]]
 
@@ -59,8 +58,7 @@ class Told(NamedTuple):
         used: the options that the update applied, for each group with parameters on the rank. The key of a group
             contains a digest of the names in the group.
         options: the current options of these groups.
-        factor: the factor by which the loop has multiplied the gradients, or None if the gradients were changed in
-            another way, or do not exist.
+        factor, whole, has_others: see Factors. A factor is also None if the gradients do not exist.
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
         numbered: by parameter, the numbers that the loop or an optimizer has used in writes after it had read several
             parameters (engine/coupling.py).
@@ -73,62 +71,13 @@ class Told(NamedTuple):
     used: dict[str, dict[str, Any]]
     options: dict[str, dict[str, Any]]
     factor: float | None
+    whole: float | None
+    has_others: bool
     found: str
     numbered: dict[str, list[float]]
     dropped: tuple[dict[str, bool], ...]
     noise: str
     tolerance: float
-
-
-class GradientSnapshot:
-    """The gradients of some parameters at one time and, with `samples`, a sample of their values."""
-
-    def __init__(self, parameters: Iterable[Tensor], samples: bool) -> None:
-        self._of = {p: (p.grad, note(p.grad)) for p in parameters if p.grad is not None}
-        dense = [p for p, (grad, _) in self._of.items() if not grad.is_sparse] if samples else []
-        self._sampled = dense[:: -(-len(dense) // TENSORS)] if dense else []
-        self._values = [_some(parameter).clone() for parameter in self._sampled]
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether gradients were replaced or modified in place since the snapshot."""
-        return any(p.grad is not grad or is_written(grad, noted) for p, (grad, noted) in self._of.items())
-
-    def factor(self) -> float | None:
-        """The factor by which all gradients have been multiplied since the snapshot, or None if they were changed in
-        another way."""
-        if not self.is_changed:
-            return 1.0
-        present = [parameter.grad is not None for parameter in self._of]
-        if not self._sampled or not all(present):
-            return None
-        before = torch.cat([values.double().cpu() for values in self._values])
-        after = torch.cat([_some(parameter).double().cpu() for parameter in self._sampled])
-        return _factor(before, after, self.rounding)
-
-    @property
-    def rounding(self) -> float:
-        """The largest relative error of the sampled values."""
-        return max((torch.finfo(values.dtype).eps for values in self._values), default=0.0)
-
-
-def _some(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    flat = local(parameter.grad).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // VALUES)][:VALUES]
-
-
-def _factor(before: Tensor, after: Tensor, rounding: float) -> float | None:
-    """Return the positive factor, below LARGEST, by which `before` must be multiplied to get `after`, or None if no
-    such factor exists. The values have a relative error of up to `rounding`. If there are too few values to average out
-    this error, return None."""
-    ratios = (after / before)[before != 0]
-    factor = float(ratios.mean())
-    if not 0.0 < factor < LARGEST or rounding / math.sqrt(len(ratios)) > COARSE / 4:
-        return None
-    expected = before * factor
-    fits = ((after - expected).abs() <= max(NEAR, rounding) * expected.abs()).all()
-    return factor if bool(fits) else None
 
 
 class Updates:
@@ -153,12 +102,14 @@ class Updates:
         self._graded: dict[int, list[Tensor]] = {}  # by optimizer: the parameters with gradients from the last step
         self._dropped: tuple[dict[str, bool], ...] = ()  # `_drops` at each update since then
         self._cleared = set[int]()  # the optimizers whose gradients zero_grad has cleared since then
+        self._zeroed = set[int]()  # the optimizers whose gradients the loop or a hook has set to 0 since then
         self._has_cleared = False  # whether the loop has called zero_grad so far
-        self._added: GradientSnapshot | None = None  # the gradients after the last step
-        self._given: GradientSnapshot | None = None  # the gradients before the hooks of the inner optimizer's step
+        self._since: GradientSnapshot | None = None  # the gradients of the last step, or before an optimizer's hooks
+        self._left: GradientSnapshot | None = None  # the gradients after the last update
         self._samples = False  # whether a training loop or a hook has changed gradients so far
-        self._factor: float | None = 1.0  # the factor by which the loop has multiplied the current gradients
-        self._told: float | None = None  # the factor of the last update, if it used the current gradients
+        self._factors = UNCHANGED  # the factors by which the loop has multiplied the current gradients
+        self._of_hooks: Factors | None = None  # the factors of the hooks of the update that is running
+        self._told = UNKNOWN  # the factors of the last update, if it used the current gradients
         self._is_used = False  # whether an update has used the current gradients
         self._has_hooks = False  # whether the optimizer of such an update has hooks, which may multiply its gradients
         self._tolerance = NEAR  # for factors of the coarsest gradients that a loop or a hook has changed so far
@@ -180,39 +131,70 @@ class Updates:
         self._has_added = True
         self.found, self.numbered, self._dropped = "", {}, ()
         self._cleared.clear()
+        self._zeroed.clear()
+        self._of_hooks = self._left = None
         if self.grid.size > 1:
-            used = {number: (w.parameter for w in each.weights.values()) for number, each in self.in_use().items()}
-            self._graded = {number: [p for p in each if p.grad is not None] for number, each in used.items()}
-            self._added = GradientSnapshot(parameters, self._samples or self.count < FIRST)
+            self._graded = {number: _graded(each) for number, each in self.in_use().items()}
+            every, own = list(parameters), {p for graded in self._graded.values() for p in graded}
+            others = [p for p in every if p not in own] if own else []
+            self._since = self._snapshot([p for p in every if p in own or not own], others)
 
     def renew(self) -> None:
         """Discard the factors of the current gradients if an update has used these gradients. Call it before new
         gradients are computed. Until then, the factors apply to the updates of all optimizers."""
+        self._of_hooks = None
         if self._is_used:
-            self._factor, self._told = 1.0, None
+            self._factors, self._told = UNCHANGED, UNKNOWN
             self._is_used = self._has_hooks = False
 
     def judge(self) -> None:
-        """Record how the training loop has changed the gradients since `added`. Call it before the gradients are used
-        or changed."""
-        self._factor = _product(self._factor, self._note(self._added))
-        self._added = None
+        """Record how the training loop, or a hook of an optimizer's step, has changed the gradients since `added`, or
+        since the hooks began. Call it before the gradients are used or changed."""
+        factors, self._since = self._note(self._since), None
+        if self._of_hooks is None:
+            self._factors = self._factors.times(factors)
+        else:
+            self._of_hooks = self._of_hooks.times(factors)
 
-    def cleared(self, optimizer: Grouped | None, to_none: bool) -> None:
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Context manager in which pipeshard changes the gradients, in the same way on every rank. Such changes do not
+        count, and the loop's earlier changes stay recorded."""
+        since = self._since
+        self.judge()
+        yield
+        self._since = None if since is None else since.again()
+
+    def is_lost_in(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether the loop has changed any of these gradients, and a change that does not count (see `ignore`) would
+        hide the factor."""
+        return self._since is not None and not self._is_unexplained and not self._since.has_kept(gradients)
+
+    def ignore(self, gradients: Collection[Tensor]) -> None:
+        """Record that torch has clipped these gradients, as in one process. This change does not count."""
+        if self._since is not None and not self._is_unexplained:
+            self._since.ignore(gradients)
+
+    @property
+    def _is_unexplained(self) -> bool:
+        """Whether the loop, or a hook of the update that is running, has changed gradients other than by a factor."""
+        return (self._factors if self._of_hooks is None else self._of_hooks).own is None
+
+    def cleared(self, optimizer: Grouped | None) -> None:
         """Record a call of the zero_grad method of an optimizer or, if `optimizer` is None, of the model."""
         self._has_cleared = True
-        of = {number for number, each in self.in_use().items() if optimizer in (None, each)}
-        self._cleared |= of if to_none else set()
+        self._cleared |= {number for number, each in self.in_use().items() if optimizer in (None, each)}
 
     def skipped(self) -> None:
         """Record that all ranks skip the update with the current gradients."""
-        self._factor = 1.0
+        self._factors = UNCHANGED
 
     def hooks_begin(self, parameters: Iterable[Tensor], has_hooks: bool) -> None:
         """Record the gradients before the inner optimizer's step calls its hooks."""
         is_needed = has_hooks and self.grid.size > 1
         self._has_hooks |= is_needed
-        self._given = GradientSnapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
+        self._of_hooks = UNCHANGED
+        self._since = self._snapshot([*parameters]) if is_needed else None
 
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
         """Record the update of these parameters. Call it after the last hook that runs before the update. Compares the
@@ -224,12 +206,13 @@ class Updates:
         self.evaluated = self._has_added = False
         if self.grid.size == 1:
             return
-        factor = _product(self._factor, self._note(self._given))
-        self._given, self._is_used = None, True
+        self.judge()
+        factors = self._factors if self._of_hooks is None else self._factors.times(self._of_hooks)
+        self._of_hooks, self._is_used = None, True
         if has_gradients:
-            self._told = factor
+            self._told = factors
         elif self._has_hooks:  # a hook's factor applies to one optimizer, whose gradients may be on another stage
-            self._told = None
+            self._told = UNKNOWN
         self._stepped = self._options()
         self._dropped = self._drops
         is_first = self.is_compared
@@ -237,29 +220,46 @@ class Updates:
         if is_first:
             self.compare()
 
-    def _note(self, since: GradientSnapshot | None) -> float | None:
-        """The factor by which the gradients have been multiplied since a snapshot, or None if they were changed in
-        another way."""
+    def left(self) -> None:
+        """Record the gradients at the end of an update, since the loop may set them to 0 afterwards."""
+        if self.grid.size > 1:
+            self._zeroed |= self._zeroed_since(self._left)
+            self._left = GradientSnapshot([p for graded in self._graded.values() for p in graded])
+
+    def _snapshot(self, own: Collection[Tensor], others: Collection[Tensor] = ()) -> GradientSnapshot:
+        return GradientSnapshot(own, others, self._samples or self.count < FIRST)
+
+    def _note(self, since: GradientSnapshot | None) -> Factors:
+        """The factors by which the gradients have been multiplied since a snapshot."""
         drawn, self.drawn = self.drawn, ""
         if since is None or not since.is_changed:
-            return 1.0
+            return UNCHANGED
         self._samples = True
-        factor = since.factor()
+        factors = since.factors()
         if since.rounding > NEAR:
             self._tolerance = COARSE
-        if factor is None:
+        if factors.own is None:
             self._noise = self._noise or drawn
-        return factor
+            self._zeroed |= self._zeroed_since(since)
+        return factors
+
+    def _zeroed_since(self, since: GradientSnapshot | None) -> set[int]:
+        """The optimizers whose gradients on this rank are all 0 (or gone), although they were not when `since` was
+        taken."""
+        if since is None or not since.is_changed or since.was_zero:
+            return set()
+        return {number for number, graded in self._graded.items() if graded and not any(map(_has_values, graded))}
 
     @property
     def numbers(self) -> tuple[int, int]:
         """The two numbers that are sent in the first message of a step. The first number is a digest of the last
         update's options, the current options and findings about the training loop. The second number is the last
-        update's factor."""
+        update's factor (`Factors.own`)."""
         used = self._digest_of(self._stepped)  # usually the current options, whose digest is cached
         now = self._digest_of(self._options())
         written = zlib.crc32(repr((self.found, self._numbers, self._drops, self._noise)).encode())
-        return (used * ODD + now + written) % 2**BITS, OTHER if self._told is None else round(self._told * ONE)
+        factor = self._told.own
+        return (used * ODD + now + written) % 2**BITS, OTHER if factor is None else round(factor * ONE)
 
     def _digest_of(self, options: Options) -> int:
         if options != self._digest[0]:
@@ -284,7 +284,7 @@ class Updates:
         used, now = self._titled(self._stepped), self._titled(self._options())
         lacking = {GONE.format(number) for number in self.in_use() if not self._graded.get(number)}
         dropped = tuple({key: each[key] for key in each if key not in lacking} for each in self._drops)
-        own = used, now, self._told, self.found, self._numbers, dropped, self._noise, self._tolerance
+        own = used, now, *self._told, self.found, self._numbers, dropped, self._noise, self._tolerance
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
         self._noise = ""
         for options in ([each.used for each in told], [each.options for each in told]):
@@ -292,21 +292,26 @@ class Updates:
                 raise UsageError(problem)
         if noise := next((each.noise for each in told if each.noise), ""):
             raise UsageError(noise)
-        if not alike([each.factor for each in told], max(each.tolerance for each in told)):
-            raise UsageError(f"{_shown(told, self.grid.named)}. {SCALED}")
+        # A loop that selects parameters of the model may change all of those that one replica updates with ZeRO.
+        factors = [each.whole if any(of.has_others for of in told) else each.factor for each in told]
+        if not alike(factors, max(each.tolerance for each in told)):
+            raise UsageError(f"{_shown(factors, self.grid.named)}. {SCALED}")
         self._warn_of(told)
 
     @property
     def _drops(self) -> tuple[dict[str, bool], ...]:
         """One dict for each update since the last step, and one for the current state: for each optimizer, whether the
-        loop has cleared it, and whether its gradients are gone. If the last step has computed no gradients of an
-        optimizer on this rank, the second value is inferred, since it is usually the same on every rank."""
+        loop has cleared it, and whether its gradients are gone (None, or set to 0). If the last step has computed no
+        gradients of an optimizer on this rank, the second value is inferred, since it is usually the same on every
+        rank."""
         has_updated, now = bool(self._dropped), dict[str, bool]()
+        zeroed = self._zeroed | self._zeroed_since(self._since) | self._zeroed_since(self._left)
         for number in self.in_use():
             graded, is_cleared = self._graded.get(number), number in self._cleared
             inferred = is_cleared if self._has_cleared else has_updated
+            is_gone = is_cleared or number in zeroed or all(p.grad is None for p in graded or ())
             now[CLEARED.format(number)] = is_cleared
-            now[GONE.format(number)] = all(p.grad is None for p in graded) if graded else inferred
+            now[GONE.format(number)] = is_gone if graded else inferred
         return *self._dropped, now
 
     @property
@@ -347,7 +352,8 @@ SCALED = (
 )
 TOGETHER = (
     "Stages then train differently. Call optimizer.zero_grad() on every rank. If the call depends on a value, use a "
-    "value that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank"
+    "value that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank. To "
+    "leave some parameters unchanged, freeze them (requires_grad_(False)) instead of clearing their gradients"
 )
 EVALUATED = (
     "optimizer.step() updates nothing, since there are no gradients: execute_pipeline(batches, model) without an "
@@ -404,7 +410,7 @@ def drops_problem(told: Sequence[Told], named: Any) -> str:
                 other, expected = first.setdefault((update, key), (rank, is_gone))
                 if is_gone != expected:
                     pair = f"{named(other)} and {named(rank)}"
-                    return f"gradients were cleared (zero_grad) on only one of {pair}. {TOGETHER}"
+                    return f"gradients were cleared (zero_grad, or set to None or 0) on only one of {pair}. {TOGETHER}"
     return ""
 
 
@@ -443,14 +449,21 @@ def has_one_factor(numbers: Iterable[int]) -> bool:
     return alike(number / ONE for number in numbers if number != OTHER)
 
 
-def _product(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one * other
+def _graded(optimizer: Grouped) -> list[Tensor]:
+    """The parameters with gradients that an optimizer updates on this rank."""
+    updated = (w.parameter for w in optimizer.weights.values() if w.master in optimizer.names)
+    return [parameter for parameter in updated if parameter.grad is not None]
 
 
-def _shown(told: Sequence[Told], named: Any) -> str:
-    known = [(each.factor, named(rank)) for rank, each in enumerate(told) if each.factor is not None]
-    factors = ", ".join(f"{factor:.6g} on {rank}" for factor, rank in known[:8])
-    return f"gradients were multiplied between execute_pipeline and the update by different factors: {factors}"
+def _has_values(parameter: Tensor) -> bool:
+    """Whether a parameter has a gradient that is not all 0."""
+    return parameter.grad is not None and bool(stored(local(parameter.grad)).any())
+
+
+def _shown(factors: Sequence[float | None], named: Any) -> str:
+    known = [(factor, named(rank)) for rank, factor in enumerate(factors) if factor is not None]
+    shown = ", ".join(f"{factor:.6g} on {rank}" for factor, rank in known[:8])
+    return f"gradients were multiplied between execute_pipeline and the update by different factors: {shown}"
 
 
 def _plain(value: Any) -> Any:
