@@ -67,7 +67,7 @@ def boost_model(
     if isinstance(model, PipelineModel):
         if fresh is not None:
             _follow_ties(fresh, model.pipeline)
-            check_separable(fresh, model.pipeline.model, config, grid)
+            check_separable(fresh, model.pipeline.model, config, grid, model.pipeline.gradients.updates.clip)
         return model, criterion
     end_of_deleted()
     config.refuse_uncut()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import BatchEncoding, Trainer, TrainerCallback
 from transformers.optimization import Adafactor, AdafactorSchedule
 
-from pipeshard.errors import UsageError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.trainer import PipelineTrainer
 from tests.pool import Pool
 from tests.trainers import TASKS, differences, halved, launched, logs, padded, texts, trainer
@@ -443,6 +443,55 @@ def clipped(folder: str) -> None:
 def test_some_parameters_are_not_clipped_by_the_norm_of_all(pool: Pool, tmp_path: Path) -> None:
     """accelerator.clip_grad_norm_(some parameters) clipped the whole model by the norm of the whole model."""
     pool.run(clipped, 4, str(tmp_path), timeout=120)
+
+
+class Scaling(TrainerCallback):
+    """Clips the gradients of this rank before the Trainer's step, or multiplies them by a factor of the rank."""
+
+    def __init__(self, made: Any, clips: bool) -> None:
+        self.made, self.clips = made, clips
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.made.model.parameters(), 0.1)
+        for parameter in of_the_groups(self.made):
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5 + 0.1 * dist.get_rank())
+
+
+class Whole(torch.optim.SGD):
+    """Clips by the norm of its gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        torch.nn.utils.clip_grads_with_norm_(params := self.param_groups[0]["params"], 0.1, norm_of(params))
+        return super().step(closure)
+
+
+def norm_of(parameters: list[Tensor]) -> Tensor:
+    return torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+
+
+def advised(folder: str, kind: str) -> str:
+    """The error of a Trainer whose gradients are clipped, or multiplied, on each rank alone."""
+    with launched():
+        made = trainer("causal", folder, {"pp_size": 2}, max_steps=1)
+        if kind == "optimizer":
+            made.optimizer = Whole(made.model.parameters(), lr=0.1)
+        else:
+            made.add_callback(Scaling(made, clips=kind == "clips"))
+        with pytest.raises((UsageError, ConfigurationError)) as refused:
+            made.train()
+        return str(refused.value)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["clips", "multiplies", "optimizer"])
+def test_errors_in_a_trainer_advise_its_own_argument(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """A callback clipped each stage by its own norm. The error advised PipelinePlugin(max_norm=...), which a Trainer
+    refuses, since its own argument is max_grad_norm."""
+    for told in pool.run(advised, 2, str(tmp_path), kind, timeout=120):
+        assert "set TrainingArguments(max_grad_norm=...)" in told and "PipelinePlugin" not in told, told
 
 
 def given_a_loss_too_late(folder: str) -> None:

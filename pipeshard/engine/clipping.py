@@ -55,12 +55,6 @@ class ModelGradients:
         parts: the parameters of each stage on this rank, if the training loop has the stages' modules (interop).
     """
 
-    remedy = (
-        "Clip by the norm of the whole model: pass max_norm=... to PipelinePlugin or pipeshard.initialize, or call "
-        "optimizer.clip_grad_by_norm(max_norm) on every rank before optimizer.step(). optimizer.get_grad_norm() "
-        "returns the norm of the whole model"
-    )
-
     def __init__(
         self,
         holdings: HeldParameters,
@@ -81,11 +75,17 @@ class ModelGradients:
         self._factor = self._scale  # the factor by which the gradients are currently multiplied
         self._stepped: weakref.WeakSet[Any] | None = None  # the optimizers that have stepped with the current gradients
         self.updates = Updates(grid)
+        self.advise(self.updates.clip)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
         self._mixed: list[Tensor] = []  # parameters whose gradients may include gradients of a failed step
         self.parts: list[list[nn.Parameter]] = []
         self._trains_all = False  # whether the ranks have agreed that `trained` contains all parameters
+
+    def advise(self, clip: str) -> None:
+        """From now on, advise in messages to clip gradients in this way, such as "set this argument"."""
+        self.updates.clip = clip
+        self.remedy = REMEDY.format(clip=clip)
 
     @property
     def is_scaled(self) -> bool:
@@ -357,6 +357,10 @@ class ModelGradients:
             )
 
 
+REMEDY = (
+    "To clip by the norm of the whole model, {clip}, or call optimizer.clip_grad_by_norm(max_norm) on every rank "
+    "before optimizer.step(). optimizer.get_grad_norm() returns the norm of the whole model"
+)
 STUCK = 10  # a warning is logged after this many consecutive skipped steps with the smallest loss scale
 SKIPPED = (
     "the last %d steps were skipped because gradients were not finite, although the loss scale has already been "

@@ -175,7 +175,9 @@ class Coupling:
             names = {tag for tag in self._of([tensor]) if isinstance(tag, str)} | {name}
             if rest := self._rest(names):
                 rank, other = self._grid.named(self._grid.mesh.rank), min(names - {name})
-                return COUPLED.format(writer=writer, name=name, rank=rank, other=other, rest=rest)
+                return COUPLED.format(
+                    writer=writer, name=name, rank=rank, other=other, rest=rest, clip=self._updates.clip
+                )
         return ""
 
     def _numbers(self) -> dict[float, set[str]]:
@@ -359,7 +361,7 @@ def _number(value: Tensor | float) -> float:
 REMEDY = (
     "Sum the value over the ranks with torch.distributed.all_reduce (counting each tied weight once), use "
     "optimizer.get_grad_norm() on every rank, or compute a separate value for each parameter. If an optimizer clips "
-    "gradients itself, turn off its clipping and use max_norm"
+    "gradients itself, turn off its clipping and {clip}"
 )
 COUPLED = (
     "{writer} changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "

@@ -56,8 +56,8 @@ class HostParameter(nn.Parameter):
             raise UsageError(
                 f"cannot read or set the gradient of {weight.name} through optimizer.param_groups: with "
                 "offload='optimizer', the gradient is on the device until optimizer.step() has called its pre-hooks. "
-                "Instead, read and modify the gradients of model.parameters(). To clip gradients, pass max_norm, or "
-                "call optimizer.clip_grad_by_norm(max_norm)"
+                "Instead, read and modify the gradients of model.parameters(). To clip gradients, pass max_norm (in a "
+                "Trainer, max_grad_norm), or call optimizer.clip_grad_by_norm(max_norm)"
             )
 
 

@@ -29,6 +29,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.coupling import OptimizerTrial, eagerly
 from pipeshard.engine.groups import keep, options_per_parameter
 from pipeshard.engine.step_guard import contents
+from pipeshard.engine.updates import CLIP
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.rng import seeded
 
@@ -47,8 +48,11 @@ Closure = Callable[[], Tensor]
 UNWATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
-    """Raise ConfigurationError if the optimizer would update parts of the model differently than the whole model."""
+def check_separable(
+    optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid, clip: str = CLIP
+) -> None:
+    """Raise ConfigurationError if the optimizer would update parts of the model differently than the whole model.
+    `clip` is the error's advice on how to clip gradients."""
     name = type(optimizer).__name__
     if not config.lowers and rounds_at_random(optimizer) and grid.size > 1:
         raise ConfigurationError(
@@ -109,8 +113,8 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             "estimate over all parameters, random numbers, or the optimizer's own list of parameters), but each rank "
             "updates only a part of the parameters. If the optimizer is your own, keep per-parameter state in "
             "self.state[parameter]. If it clips gradients itself, turn off its clipping (timm's Lamb: "
-            "max_grad_norm=None) and pass max_norm to clip by the norm of the whole model. Otherwise, use another "
-            "optimizer, or use pp_size=1 without tp_size, ep_size, zero_stage or fsdp"
+            f"max_grad_norm=None) and {clip} to clip by the norm of the whole model. Otherwise, use another optimizer, "
+            "or use pp_size=1 without tp_size, ep_size, zero_stage or fsdp"
         )
     if divides:
         raise ConfigurationError(

@@ -93,7 +93,7 @@ class NaNCheck:
         )
         raise NonFiniteError(
             f"on stage {self.stage}, {what}; {why}. Resume from the last training state with a smaller learning rate, "
-            "with max_norm, or without this batch"
+            "with max_norm (in a Trainer, max_grad_norm), or without this batch"
         )
 
 

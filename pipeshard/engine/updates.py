@@ -38,6 +38,7 @@ ONE = 2**32  # the integer that is sent for a factor of 1
 OTHER = -1  # the integer that is sent for a missing factor
 CLOSE = 1e-6  # the tolerated relative difference of options
 CLEARED, GONE = "optimizer {} was cleared", "gradients of optimizer {} are gone"  # keys of `Told.dropped`
+CLIP = "pass max_norm=... to PipelinePlugin or pipeshard.initialize"
 Options = dict[tuple[int, int], dict[str, Any]]  # each group's options, by (index of the optimizer, index of the group)
 
 
@@ -89,6 +90,7 @@ class Updates:
         found, numbered: findings about values that the training loop has written since the last step; see `Told`.
         drawn: a description of gradients to which the loop has written random numbers, generated for one parameter
             after another, or "". Cleared when changes to the gradients are recorded.
+        clip: the advice in messages on how to clip gradients by the norm of the whole model.
         evaluated: whether execute_pipeline has run without an optimizer, with gradients enabled, since the last update.
     """
 
@@ -96,6 +98,7 @@ class Updates:
         self.grid = grid
         self.optimizers: list[weakref.ref[Grouped]] = []
         self.count = 0
+        self.clip = CLIP
         self.found, self.numbered = "", dict[str, set[float]]()
         self.drawn = self._noise = ""  # `_noise`: `drawn` for changes that no factor explains, until ranks compare it
         self.evaluated = self._has_added = False  # `_has_added`: whether gradients were added since the last update
@@ -295,7 +298,7 @@ class Updates:
         # A loop that selects parameters of the model may change all of those that one replica updates with ZeRO.
         factors = [each.whole if any(of.has_others for of in told) else each.factor for each in told]
         if not alike(factors, max(each.tolerance for each in told)):
-            raise UsageError(f"{_shown(factors, self.grid.named)}. {SCALED}")
+            raise UsageError(f"{_shown(factors, self.grid.named)}. {SCALED.format(clip=self.clip)}")
         self._warn_of(told)
 
     @property
@@ -323,7 +326,7 @@ class Updates:
         cleared gradients on only some ranks."""
         kinds = {
             "found": next((each.found for each in told if each.found), ""),
-            "numbers": numbers_problem(told, self.grid.named),
+            "numbers": numbers_problem(told, self.grid.named, self.clip),
             "drops": drops_problem(told, self.grid.named),
         }
         for kind, found in kinds.items():
@@ -345,10 +348,10 @@ class Updates:
 
 
 SCALED = (
-    "Stages then train differently: a factor must not be computed from the norm of one stage's gradients. Clip by the "
-    "norm of the whole model: PipelinePlugin(max_norm=...), or optimizer.clip_grad_by_norm(max_norm) before "
-    "optimizer.step(). For your own factor, get the norm from optimizer.get_grad_norm(), which every rank must call. "
-    "If the factor is a constant, remove it, or set the lr of a parameter group instead"
+    "Stages then train differently: a factor must not be computed from the norm of one stage's gradients. To clip by "
+    "the norm of the whole model, {clip}, or call optimizer.clip_grad_by_norm(max_norm) before optimizer.step(). For "
+    "your own factor, get the norm from optimizer.get_grad_norm(), which every rank must call. If the factor is a "
+    "constant, remove it, or set the lr of a parameter group instead"
 )
 TOGETHER = (
     "Stages then train differently. Call optimizer.zero_grad() on every rank. If the call depends on a value, use a "
@@ -362,7 +365,7 @@ EVALUATED = (
 NUMBERED = (
     "This is exact if these numbers are constants, and wrong if they are computed from gradients or weights. Each rank "
     "has only the gradients and weights of its stage. Sum the numbers over the ranks with torch.distributed.all_reduce "
-    "or use optimizer.get_grad_norm(). If an optimizer clips gradients itself, turn off its clipping and use max_norm"
+    "or use optimizer.get_grad_norm(). If an optimizer clips gradients itself, turn off its clipping and {clip}"
 )
 
 
@@ -414,8 +417,9 @@ def drops_problem(told: Sequence[Told], named: Any) -> str:
     return ""
 
 
-def numbers_problem(told: Sequence[Told], named: Any) -> str:
-    """Return a message if the numbers that the loop has used in writes differ between ranks, otherwise ""."""
+def numbers_problem(told: Sequence[Told], named: Any, clip: str) -> str:
+    """Return a message if the numbers that the loop has used in writes differ between ranks, otherwise "". `clip` is
+    the message's advice on how to clip gradients."""
     having = [(rank, each.numbered) for rank, each in enumerate(told) if each.numbered]
     written = [sorted({round(value, 6) for values in numbered.values() for value in values}) for _, numbered in having]
     other = next((k for k, values in enumerate(written) if not _is_close(tuple(values), tuple(written[0]))), 0)
@@ -428,7 +432,7 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
     return (
         "the training loop, or the optimizer's own step, modified parameters with numbers that differ between ranks, "
         "after it had read several parameters: "
-        f"{' and '.join(shown)}. {NUMBERED}"
+        f"{' and '.join(shown)}. {NUMBERED.format(clip=clip)}"
     )
 
 

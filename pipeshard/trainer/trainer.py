@@ -160,6 +160,7 @@ class Loop(Evaluation):
             window = self.args.gradient_accumulation_steps
             boosted, *_ = self.pipeline.configure(model, None, objective, num_batches=window)
         boosted.pipeline.criterion = None  # the criterion is only for training
+        boosted.pipeline.gradients.advise("set TrainingArguments(max_grad_norm=...)")
         if folder := getattr(model, "_pretrained", None):
             io_of(boosted).load_model(boosted, folder)
         if boosted.whole is None:

@@ -257,7 +257,10 @@ def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
     for kind, message in (
         ("lbfgs", "LBFGS computes its update direction from the gradients of all parameters together"),
         ("sam", "Sam couples parameters: the update of a parameter depends on other parameters"),
-        ("clipping", "pass max_norm to clip by the norm of the whole model"),
+        (
+            "clipping",
+            "pass max_norm=... to PipelinePlugin or pipeshard.initialize to clip by the norm of the whole model",
+        ),
         ("lists", "a parameter group of Scaled has the option 'scales' with one value for each parameter"),
         ("foreign", "group 0 of the optimizer contains a parameter of shape (2, 2) that is not in the model"),
     ):
