@@ -410,6 +410,46 @@ class Twice(Trainer):
         return model(**inputs).loss + model(**inputs).loss
 
 
+class Both(Trainer):
+    """One that always returns its outputs."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        return outputs.loss, outputs
+
+
+class Reading(Trainer):
+    """One that reads the outputs in training_step."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss, _ = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Penalized(Predicting):
+    """One that reads the outputs in compute_loss and in prediction_step."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss + 0.01 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def penalized(folder: str, plugin: dict[str, Any] | None = None) -> list[dict[str, float]]:
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", Penalized):
+        return run("causal", folder, plugin=plugin, max_steps=3)
+
+
+@pytest.mark.turns
+def test_a_loss_may_read_the_outputs_of_the_trainer_s_own_loss(pool: Pool, tmp_path: Path) -> None:
+    """A compute_loss that returned its outputs in training, or a training_step that asked for them, got an error that
+    showed their tensors, or that did not name compute_loss. Reading them where the errors say is exact."""
+    expected = penalized(str(tmp_path / "whole"))
+    for found in pool.run(penalized, 2, str(tmp_path / "split"), {"pp_size": 2}, timeout=300):
+        assert differences(found, expected) == []
+
+
 class Archiving(Trainer):
     """One that saves its own files."""
 
@@ -466,6 +506,8 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
         {},
     ),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
+    (UsageError, r"PipelinedBoth.compute_loss returned a tuple.*only if return_outputs is True", {"kind": Both}, {}),
+    (UsageError, r"in compute_loss, if your own training_step.*return_outputs=True.*super\(\)", {"kind": Reading}, {}),
     (ConfigurationError, "PipelinedArchiving overrides _save, .*override save_model", {"kind": Archiving}, {}),
 ]
 

@@ -277,6 +277,11 @@ class Objective:
         with outside:
             loss = trainer.compute_loss(answer, self._kind(given), num_items_in_batch=self.num_items)
         self._gathering.is_seen |= trainer.accelerator.gathers > gathers
+        if isinstance(loss, tuple):
+            raise UsageError(
+                f"{type(trainer).__name__}.compute_loss returned a tuple of {len(loss)} values, although it was called "
+                "with return_outputs=False: return (loss, outputs) only if return_outputs is True, otherwise the loss"
+            )
         if not isinstance(loss, Tensor):
             raise UsageError(f"{type(trainer).__name__}.compute_loss must return a tensor, but returned {loss!r:.200}")
         return loss
