@@ -507,7 +507,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     ),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
     (UsageError, r"PipelinedBoth.compute_loss returned a tuple.*only if return_outputs is True", {"kind": Both}, {}),
-    (UsageError, r"in compute_loss, if your own training_step.*return_outputs=True.*super\(\)", {"kind": Reading}, {}),
+    (UsageError, r"nor compute_loss, .*return_outputs=True.*your own training_step.*super\(\)", {"kind": Reading}, {}),
     (ConfigurationError, "PipelinedArchiving overrides _save, .*override save_model", {"kind": Archiving}, {}),
 ]
 

@@ -330,8 +330,8 @@ class StagesStandIn(ModuleStandIn):
         """The model's outputs for a batch, on every rank, without caches for generation."""
         if torch.is_grad_enabled():
             raise UsageError(
-                "model(...) cannot be called with gradients enabled, not even in compute_loss, if your own training_step or "
-                "prediction_step calls it (such as compute_loss(model, inputs, return_outputs=True)). To evaluate, call it "
+                "neither model(...) nor compute_loss, such as compute_loss(model, inputs, return_outputs=True), can be "
+                "called with gradients enabled in your own training_step or prediction_step. To evaluate, call it "
                 "under torch.no_grad(). To train, call super().training_step(...), and read the outputs in "
                 "compute_loss, which may call the model once, with the batch that training_step receives"
             )
