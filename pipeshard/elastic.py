@@ -1,6 +1,7 @@
 """Elastic: jobs that save their state when they receive a termination signal, and resume on the available ranks."""
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -230,7 +231,8 @@ class ElasticJob(PreemptibleJob):
 
 @dataclass(frozen=True)
 class Deaf:
-    """A DataLoader `worker_init_fn` that makes the workers ignore SIGTERM, which an agent also sends to the workers.
+    """A DataLoader `worker_init_fn` that makes the workers ignore SIGTERM, which an agent also sends to the workers. A
+    SIGTERM of the rank itself, which ends its workers when it exits, still ends them.
 
     `resume` installs this function in the dataloader: if a worker exited, the step would fail, and so would the save.
     """
@@ -238,9 +240,17 @@ class Deaf:
     then: Callable[[int], None] | None = None
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler does not learn who has sent the signal
+        threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
         if self.then is not None:
             self.then(worker)
+
+
+def _exit_with(parent: int) -> None:
+    """Exit when the process `parent` sends SIGTERM."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # as torch's own handler does: the parent takes another status for a failure
 
 
 def _world() -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from pipeshard import AutoConfig, ElasticJob, PreemptibleJob, cli, launch, load_
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.distributed import watching
-from pipeshard.elastic import WISHES, _join
+from pipeshard.elastic import WISHES, Deaf, _join
 from pipeshard.errors import CheckpointError, ConfigurationError, PipeshardError, UsageError
 from pipeshard.planner.autoconfig import Layout, layouts
 from pipeshard.split.materialize import is_released
@@ -266,6 +267,19 @@ def test_a_forked_child_of_a_job_ends_when_it_is_terminated(tmp_path: Path, earl
         for number, handler in before.items():
             signal.signal(number, handler)
     assert child.exitcode == -signal.SIGTERM
+
+
+def test_a_worker_of_a_job_exits_with_its_rank_alone() -> None:
+    """The workers of a job's dataloader ignored SIGTERM, also that of their own rank at its exit: a script whose loop
+    was at module level never ended, and a rank that had failed waited for its workers until the agent killed it."""
+    batches = iter(DataLoader(range(64), num_workers=1, worker_init_fn=Deaf()))  # type: ignore[arg-type]
+    worker = batches._workers[0]  # type: ignore[attr-defined]
+    next(batches)
+    subprocess.run(["kill", str(worker.pid)], check=True)
+    assert len([*itertools.islice(batches, 60)]) == 60 and worker.is_alive()
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode == 0
 
 
 def resumed(folder: Path) -> int | str:

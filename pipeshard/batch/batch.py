@@ -40,13 +40,13 @@ class Batch:
     `data` is the model's input. A mapping is passed as keyword arguments, a tuple or list as positional arguments, and
     any other object as the only argument. `rows` is the number of samples. `row_dims[k]` is the dimension of leaf k
     that counts the samples (for a list or array with one entry per sample: 0), or None. If `row_dims[k]` is None,
-    dimension 0 or the last dimension may count entries, such as images. `owners` maps the path of such a leaf to each
-    sample's number of entries, or to () if these numbers are unknown. Every microbatch receives all other leaves
-    without a row dimension in full (a scalar, a (1, 1, s, s) mask, a string, ...). The model is called with the first
-    `taken` positional entries (None: all). A criterion receives all entries. Leaves whose paths are in `exact` keep
-    their precision if the model is cast to 16 bits. `entry` names the module that is called with the batch, or "" for
-    the model itself. `selection` is the part of the full batch that this microbatch contains, or None for consecutive
-    samples with all their positions.
+    dimension 0 or the last dimension (of a list or array: its length) may count entries, such as images. `owners` maps
+    the path of such a leaf to each sample's number of entries, or to () if these numbers are unknown. Every microbatch
+    receives all other leaves without a row dimension in full (a scalar, a (1, 1, s, s) mask, a string, ...). The model
+    is called with the first `taken` positional entries (None: all). A criterion receives all entries. Leaves whose
+    paths are in `exact` keep their precision if the model is cast to 16 bits. `entry` names the module that is called
+    with the batch, or "" for the model itself. `selection` is the part of the full batch that this microbatch contains,
+    or None for consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -113,9 +113,9 @@ class Batch:
 
     @property
     def entries(self) -> dict[str, list[Any] | tuple[Any, ...] | NDArray[Any]]:
-        """The lists, tuples and numpy arrays with one entry per sample, by path."""
-        leaves = zip(self.paths, self.leaves, self.row_dims, strict=True)
-        return {path: leaf for path, leaf, dim in leaves if is_entries(leaf, dim)}
+        """The lists, tuples and numpy arrays that are divided by sample, by path: those with one entry per sample, and
+        those with owners."""
+        return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if self._is_divided(path, leaf)}
 
     @property
     def parted(self) -> frozenset[str]:
@@ -125,11 +125,11 @@ class Batch:
 
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """The leaves that are not tensors, as (path, text). The text shows whether a list or array has one entry
-        per sample."""
+        """The leaves that are not tensors, as (path, text). The text shows whether a list or array is divided by
+        sample."""
         return tuple(
-            (path, "one entry per sample" if is_entries(leaf, dim) else text(leaf))
-            for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
+            (path, "entries of samples" if self._is_divided(path, leaf) else text(leaf))
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
             if not isinstance(leaf, Tensor)
         )
 
@@ -241,25 +241,30 @@ class Batch:
         at `indices`."""
 
         def pick(path: str, leaf: Any, dim: int | None) -> Any:
-            if is_entries(leaf, dim):
-                return leaf[list(rows)] if isinstance(leaf, np.ndarray) else type(leaf)(leaf[row] for row in rows)
-            if not isinstance(leaf, Tensor):
-                return leaf
             owners = self.owners.get(path)
             if owners is not None:
                 entries = [entry for row in rows for entry in self._entries(path, owners, row)]
-                dim = 0 if len(leaf) == sum(owners) else leaf.ndim - 1
-                return select(leaf, dim, entries) if entries else None  # None, as for a batch without images
-            return leaf if dim is None else select(leaf, dim, rows)
+                if not entries:
+                    return None  # as for a batch without images
+                if not isinstance(leaf, Tensor):
+                    return _entries_at(leaf, entries)
+                return select(leaf, 0 if len(leaf) == sum(owners) else leaf.ndim - 1, entries)
+            if is_entries(leaf, dim):
+                return _entries_at(leaf, rows)
+            return leaf if dim is None or not isinstance(leaf, Tensor) else select(leaf, dim, rows)
 
         leaves = tuple(map(pick, self.paths, self.leaves, self.row_dims))
         owners = {path: tuple(counts[row] for row in rows) for path, counts in self.owners.items() if counts}
         return replace(self, leaves=leaves, rows=len(rows), owners=owners)
 
+    def _is_divided(self, path: str, leaf: Any) -> bool:
+        return is_entries(leaf, 0 if path in self.owners else self.row_dims[self.paths.index(path)])
+
     def _entries(self, path: str, owners: tuple[int, ...], row: int) -> range:
         if not owners:
+            count = len(self.leaves[self.paths.index(path)])
             raise BatchError(
-                f"{path} has {counted(self.tensors[path].shape[0], 'entry')} for {counted(self.rows, 'sample')}, but "
+                f"{path} has {counted(count, 'entry')} for {counted(self.rows, 'sample')}, but "
                 "neither placeholder tokens in input_ids nor counts in the batch show which entries belong to which "
                 "sample. If every sample has the same number of entries, pass "
                 f"PipelinePlugin(batch_dims={{{path!r}: 0}}). If every microbatch needs all entries, pass "
@@ -267,6 +272,13 @@ class Batch:
             )
         first = sum(owners[:row])
         return range(first, first + owners[row])
+
+
+def _entries_at(entries: Any, indices: Sequence[int]) -> Any:
+    """The entries of a list, tuple or numpy array at these indices."""
+    if isinstance(entries, np.ndarray):
+        return entries[list(indices)]
+    return type(entries)(entries[k] for k in indices)
 
 
 def split_sizes(rows: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
@@ -381,9 +393,10 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
         known |= {path: False} if rows > 1 else {}
         return False
     tensors = [tensors_in(entry) for entry in entries]
-    if not all(tensors) or len({type(entry) for entry in entries}) > 1:
+    has_gaps = not all(tensors)  # samples without boxes, for example
+    if len({type(entry) for entry in entries if entry is not None}) > 1 or (has_gaps and type(entries) is tuple):
         return False  # several inputs, not one entry per sample
-    shapes = [tuple(leaf.shape for leaf in leaves) for leaves in tensors]
+    shapes = [tuple(leaf.shape for leaf in leaves) for leaves in tensors if leaves]
     with_samples = all(shape[:1] == (rows,) for entry in shapes for shape in entry)
     if with_samples and (type(entries) is tuple or len({tuple(shape[1:] for shape in entry) for entry in shapes}) > 1):
         return False

@@ -18,13 +18,16 @@ For each kind of media:
 Otherwise, the assignment is unknown, and the batch cannot be split.
 """
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
+from pipeshard.batch.tree import has_tensors, is_entries
 from pipeshard.hf import IDS, MEDIA, MEDIA_KINDS, SIZES, TOKEN_KINDS, counts_items, media_kind, placeholder_token
 
 INTEGERS = torch.int32, torch.int64
@@ -35,15 +38,29 @@ Owners = dict[str, Counts]  # by path; () if unknown
 def media_owners(model: nn.Module, batch: Batch) -> Owners:
     """For each leaf with media, the number of entries of each sample. Leaves with one entry per sample are omitted."""
     owners: Owners = {}
+    tensors = batch.tensors | _of_numbers(batch)
     for kind in MEDIA:
-        leaves = {path: leaf for path, leaf in batch.tensors.items() if media_kind(path) == kind and leaf.ndim > 0}
+        leaves = {path: leaf for path, leaf in tensors.items() if media_kind(path) == kind and leaf.ndim > 0}
         is_token = _is_token(model, batch, kind) if leaves else None
-        unknown: Owners = {p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows}
+        unknown: Owners = {
+            p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows and p in batch.tensors
+        }
         by_tokens = _by_tokens(leaves, is_token)
-        counts = {p: t for p, t in batch.tensors.items() if counts_items(p) and media_kind(p) in (None, kind)}
+        counts = {p: t for p, t in tensors.items() if counts_items(p) and media_kind(p) in (None, kind)}
         per_sample = {path: leaf for path, leaf in counts.items() if path not in by_tokens}
         owners |= unknown | by_tokens | _by_counts(leaves, per_sample, batch.rows)
     return owners
+
+
+def _of_numbers(batch: Batch) -> dict[str, Tensor]:
+    """The lists and arrays of numbers that may belong to media, as tensors, by path."""
+    found = {}
+    for path, leaf in zip(batch.paths, batch.leaves, strict=True):
+        is_list = isinstance(leaf, list | np.ndarray) and is_entries(leaf) and not has_tensors(leaf)
+        if is_list and (media_kind(path) or counts_items(path)):
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # strings, or lists of different lengths
+                found[path] = torch.as_tensor(leaf)
+    return found
 
 
 def _is_token(model: nn.Module, batch: Batch, kind: str) -> Tensor | None:

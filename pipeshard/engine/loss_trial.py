@@ -462,7 +462,7 @@ class LossTrial:
         """The Dataflow of the samples `rows`, and the differences between their sizes and the traced sizes."""
         if rows not in self._flows:
             part = self.samples.take(torch.tensor(rows))
-            flow, deltas = self.flow, self.flow.axes.deltas(part)
+            flow, deltas = self.flow, self.flow.deltas(part)
             if deltas is None or not flow.watched.isdisjoint(part.paths):
                 flow = trace(self.model, part, self.criterion, exact=True)
                 deltas = flow.axes.deltas(part)

@@ -110,6 +110,19 @@ def test_what_a_list_is_has_to_be_told_where_it_may_be_either() -> None:
         read(known, 4, boxes=[torch.zeros(k, 2) for k in range(3)])
 
 
+def test_samples_without_tensors_are_entries_too() -> None:
+    """Targets of which one sample had no boxes were taken for four inputs, and went whole to every microbatch."""
+    boxes = [{"boxes": torch.zeros(3, 4)}, {}, {"boxes": torch.zeros(1, 4)}, {}]
+    for entries in (boxes, [torch.zeros(3, 4), None, torch.zeros(1, 4), None]):
+        parts = read(RowDims(Detector()), 4, targets=entries).split(3)
+        assert [len(part.data["targets"]) for part in parts] == [2, 1, 1]
+    states = (torch.zeros(4, 2), None, torch.zeros(4, 3), None)  # a tuple of inputs, some of them absent
+    parts = read(RowDims(Detector()), 4, targets=states).split(2)
+    assert [len(part.data["targets"][0]) for part in parts] == [2, 2]
+    with pytest.raises(BatchError, match=r"targets is a list of the same length.*batch_dims={'targets': 0}"):
+        read(RowDims(Detector()), 4, targets=[torch.zeros(4, 2), None, torch.zeros(4, 2), None])
+
+
 def test_a_table_is_not_cut_where_it_has_as_many_entries_as_samples_by_chance() -> None:
     """In one batch it was whole and in the next one it was cut: loss 3.666 for 3.578."""
     table, dims = torch.zeros(LENGTH, H), RowDims(Detector())

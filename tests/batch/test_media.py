@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -226,6 +227,21 @@ def test_the_frame_spacing_of_videos_goes_with_them() -> None:
     read = RowDims(reader(video_token_id=3)).read({**data, "second_per_grid_ts": spacing})
     parts = [part.data["second_per_grid_ts"] for part in read.split(4)]
     assert [None if part is None else part.tolist() for part in parts] == [[0.5], None, [1.0], [2.0]]
+
+
+@pytest.mark.parametrize("make", [list, np.array], ids=["list", "array"])
+def test_a_list_of_numbers_goes_with_its_videos(make: Any) -> None:
+    """A collator may keep the frame spacing as a list: every microbatch received the whole list, so that its videos
+    used the spacing of the batch's first videos; with as many videos as samples, each sample received one entry."""
+    grid, model = torch.tensor([(1, 2, 2), (1, 4, 2), (1, 2, 4)]), reader(video_token_id=3)
+    data = {"pixel_values_videos": NUMBERS[:20], "video_grid_thw": grid, "second_per_grid_ts": make([0.5, 1.0, 2.0])}
+    for tokens, expected in (((1, 0, 2, 2), [[0.5], None, [1.0], [2.0]]), ((1, 0, 4), [[0.5], None, [1.0, 2.0]])):
+        read = RowDims(model).read({"input_ids": rows_of(*tokens), **data})
+        parts = [part.data["second_per_grid_ts"] for part in read.split(len(tokens))]
+        assert [None if part is None else list(part) for part in parts] == expected
+        assert read.entries.keys() == {"second_per_grid_ts"}
+    whole = RowDims(model).read({"input_ids": rows_of(1, 0, 2, 2), **data, "video_mean": make([0.1, 0.2])})
+    assert [list(part.data["video_mean"]) for part in whole.split(2)] == [[0.1, 0.2]] * 2
 
 
 @pytest.mark.parametrize(

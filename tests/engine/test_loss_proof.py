@@ -424,6 +424,30 @@ def test_criteria_are_told_apart() -> None:
     assert key_of(captured[0]) == key_of(captured[1]) != key_of(captured[2])
 
 
+class Padded(Tagger):
+    """Runs its last layer only if the batch is padded. Each sample must have as many ends (token 1), as in BART."""
+
+    def forward(self, ids: Tensor, mask: Tensor, **beside: Tensor) -> dict[str, Tensor]:
+        ends = ids.eq(1).sum(1)
+        if bool(ends.ne(ends[0]).any()):
+            raise ValueError("all samples must have the same number of ends")
+        x = self.embed(ids)
+        for layer in self.layers[:2] if bool(mask.all()) else self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"logits": self.head(x)}
+
+
+@pytest.mark.parametrize("padded", [1, -1])
+def test_samples_of_a_trial_may_take_another_branch(padded: int) -> None:
+    """The first step of a model that branches on whether the batch is padded raised a TraceError: the trial ran a few
+    samples, none of them padded, along the trace of all samples."""
+    batch = tokens(8, mask=torch.ones(8, 6, dtype=torch.long))
+    batch["ids"] = batch["ids"].clamp(min=2)
+    batch["ids"][:, -1] = 1
+    batch["mask"][padded, 3:] = 0
+    assert rule(tagging(), batch, model=Padded()) == LossRule("labels")
+
+
 def scaled(out: Any, batch: Any, *, scale: float = 1.0) -> Any:
     return out * scale
 
