@@ -494,6 +494,27 @@ def test_errors_in_a_trainer_advise_its_own_argument(pool: Pool, tmp_path: Path,
         assert "set TrainingArguments(max_grad_norm=...)" in told and "PipelinePlugin" not in told, told
 
 
+def scales_of_two(folder: str) -> list[tuple[float, int]]:
+    """The loss scale, and the number of steps without an overflow, after each of two Trainers of one model."""
+    found, plugin = list[tuple[float, int]](), {"pp_size": 2, "precision": "fp16", "initial_scale": 1024.0}
+    with launched():
+        first = trainer("causal", folder, plugin, max_steps=2)
+        first.train()
+        for made in (first, trainer("causal", folder, plugin, {"model": first.model}, max_steps=2)):
+            before = made._own_stages().boosted.pipeline.scaling
+            before.value /= 2 if made is first else 1
+            made.train()
+            found.append((before.value, before.steps))
+    return found
+
+
+@pytest.mark.turns
+def test_a_second_trainer_begins_with_its_own_loss_scale(pool: Pool, tmp_path: Path) -> None:
+    """A second Trainer of a split model continued with the loss scale to which the first one's overflows had reduced
+    it. In one process, each Trainer begins with the initial scale."""
+    assert pool.run(scales_of_two, 2, str(tmp_path), timeout=120) == [[(512.0, 4), (1024.0, 2)]] * 2
+
+
 def given_a_loss_too_late(folder: str) -> None:
     with launched():
         for name, loss in (("causal", halved), ("function", None)):

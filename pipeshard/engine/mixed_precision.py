@@ -36,9 +36,13 @@ class LossScale:
     """
 
     def __init__(self, initial: float = 2.0**16, interval: int = 1000) -> None:
-        self.value, self.interval = initial, interval
+        self.initial, self.value, self.interval = initial, initial, interval
         self.steps = 0  # consecutive steps without an overflow
         self.overflows = 0  # consecutive overflows with the smallest scale
+
+    def reset(self) -> None:
+        """Begin again with the initial factor, as for a new run."""
+        self.value, self.steps, self.overflows = self.initial, 0, 0
 
     def update(self, overflow: bool) -> None:
         self.overflows = self.overflows + 1 if overflow and self.value == LEAST_SCALE else 0

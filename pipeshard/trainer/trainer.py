@@ -149,6 +149,8 @@ class Loop(Evaluation):
             refuse_other_arguments(split.boosted.pipeline.asked, config, name)
             with replaced(self.pipeline, config=config):
                 boosted, *_ = self.pipeline.configure(split.boosted)
+            if (scaling := boosted.pipeline.scaling) is not None:
+                scaling.reset()  # in one process, each Trainer has its own loss scale
             return StagesStandIn(self.pipeline, model, boosted)
         refuse_split(model, name)
         sample = self._sample() if config.dry_run_input is None else config.dry_run_input
