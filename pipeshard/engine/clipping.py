@@ -99,6 +99,10 @@ class ModelGradients:
         known.update(self.names)
         return {tensor: known[tensor] for tensor in tensors if tensor in known}
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter of the model, or a tensor that an optimizer updates for one."""
+        return tensor in self.names or any(tensor in optimizer.names for optimizer in self.optimizers)
+
     def trainables(self) -> list[Tensor]:
         """The tensors on this rank that may have gradients: the model's parameters and the master weights."""
         masters = [weight.master for weight in self.weights.values()]

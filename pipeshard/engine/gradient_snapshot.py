@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeshard.distributed.collectives import local
 from pipeshard.graph.storage import storage_of
@@ -91,9 +92,7 @@ class _Gradients:
     def __init__(self, parameters: Iterable[Tensor], samples: bool) -> None:
         self._of = {p: (p.grad, _noted(p.grad)) for p in parameters if p.grad is not None}
         self._by_id = {id(tensor): p for p, (_, noted) in self._of.items() for tensor, _ in noted}
-        self._sharing: dict[int, list[Tensor]] = {}  # gradients in one buffer also share its version
-        for parameter, (gradient, _) in self._of.items():
-            self._sharing.setdefault(storage_of(local(gradient)), []).append(parameter)
+        self._ignored: dict[int, int] = {}  # by memory: the version up to which changes are disregarded
         dense = [p for p, (grad, _) in self._of.items() if not grad.is_sparse] if samples else []
         sampled = dense[:: -(-len(dense) // TENSORS)] if dense else []
         self._values = {parameter: _some(parameter).clone() for parameter in sampled}
@@ -103,7 +102,7 @@ class _Gradients:
 
     @property
     def is_changed(self) -> bool:
-        return any(p.grad is not gradient or _is_written(noted) for p, (gradient, noted) in self._of.items())
+        return any(p.grad is not gradient or self._is_written(noted) for p, (gradient, noted) in self._of.items())
 
     @property
     def was_zero(self) -> bool:
@@ -125,16 +124,23 @@ class _Gradients:
 
     def has_kept(self, gradient: Tensor) -> bool:
         parameter = self._by_id.get(id(gradient))
-        return parameter is not None and not _is_written(self._of[parameter][1])
+        return parameter is not None and not self._is_written(self._of[parameter][1])
 
     def ignore(self, gradients: Iterable[Tensor]) -> None:
-        changed = [self._by_id[id(each)] for each in gradients if id(each) in self._by_id]
-        for parameter in {other for each in changed for other in self._sharing[storage_of(local(self._of[each][0]))]}:
-            gradient, _ = self._of[parameter]
-            self._of[parameter] = gradient, _noted(gradient)
-        for parameter in self._values.keys() & set(changed):
-            if parameter.grad is not None:
+        for parameter in [self._by_id[id(each)] for each in gradients if id(each) in self._by_id]:
+            for tensor, _ in self._of[parameter][1]:
+                self._ignored[_memory(tensor)] = tensor._version
+            if parameter in self._values and parameter.grad is not None:
                 self._values[parameter] = _some(parameter).clone()
+
+    def _is_written(self, noted: Iterable[tuple[Tensor, Noted]]) -> bool:
+        return any(is_written(tensor, since) and self._counts(tensor, since) for tensor, since in noted)
+
+    def _counts(self, tensor: Tensor, since: Noted) -> bool:
+        """Whether a tensor was written to after the changes that are disregarded. Gradients in one buffer share one
+        version."""
+        version = self._ignored.get(_memory(tensor)) if self._ignored else None
+        return version is None or is_written(tensor, since._replace(version=version))
 
 
 def _noted(gradient: Tensor) -> list[tuple[Tensor, Noted]]:
@@ -144,8 +150,9 @@ def _noted(gradient: Tensor) -> list[tuple[Tensor, Noted]]:
     return [(tensor, note(tensor)) for tensor in ([gradient] if own is gradient else [gradient, own])]
 
 
-def _is_written(noted: Iterable[tuple[Tensor, Noted]]) -> bool:
-    return any(is_written(tensor, since) for tensor, since in noted)
+def _memory(tensor: Tensor) -> int:
+    """A key that is the same for all gradients in one buffer."""
+    return -id(tensor) if isinstance(tensor, DTensor) else storage_of(tensor)
 
 
 def _some(parameter: Tensor) -> Tensor:

@@ -67,8 +67,8 @@ class NormGuard(Guard):
         """Context manager in which torch clips the gradients of `parameters`."""
         with ExitStack() as stack:
             for gradients in list(self._models):
-                if named := gradients.names_of(parameters):
-                    stack.enter_context(gradients.clipped_by_torch(named))
+                if related := [parameter for parameter in parameters if gradients.has(parameter)]:
+                    stack.enter_context(gradients.clipped_by_torch(related))
             yield
 
     def _check_parameters(self, parameters: Sequence[Tensor]) -> None:
