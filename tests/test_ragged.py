@@ -253,6 +253,23 @@ def test_batches_that_cannot_be_grouped(pool: Pool, name: str, data: dict[str, T
         assert reason in found
 
 
+def of_embeddings() -> list[str]:
+    """What differs from the unsplit model in a batch of embeddings whose width is the length of the longest sample."""
+    model = build("llama")
+    width = model.config.hidden_size
+    data = data_of("llama", (width, 3, 5, width // 2), 0)
+    data["inputs_embeds"] = model.get_input_embeddings()(data.pop("input_ids")).detach()
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, microbatch_tokens=width, verify=True)
+    return compared(split, unsplit, split.backward(data)["loss"], unsplit.backward(data), FINE)
+
+
+@pytest.mark.turns
+def test_the_width_of_embeddings_counts_no_positions(pool: Pool) -> None:
+    """A batch of embeddings as wide as long was trimmed in both dimensions: the forward failed on its microbatches."""
+    assert pool.run(of_embeddings, 2) == [[]] * 2
+
+
 def of_left_padded(with_positions: bool, with_labels: bool) -> tuple[list[int], list[str]]:
     """The lengths of the microbatches, and what differs from the unsplit model."""
     model, data = build("gpt2"), zoo.left_padded(zoo.batch("llama"))

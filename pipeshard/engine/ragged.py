@@ -37,6 +37,7 @@ from pipeshard.slices.refusals import attention_slope
 from pipeshard.split.partition import ELEMENT, call_costs
 
 ENCODER, DECODER = "encoder", "decoder"
+EMBEDDINGS = "inputs_embeds"
 MOVED = 5  # elements moved per parameter and microbatch: two reads, and a gradient that is written and summed
 # The fixed cost of a unit call (about 2 ms of Python and kernel launches), in floating-point operations. The value for
 # GPUs is an estimate.
@@ -125,7 +126,7 @@ class Ragged:
         totals = self._totals(_shapes(batch))
         if ENCODER not in totals:
             raise BatchError(
-                f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds with a sequence dimension, only "
+                f"microbatch_tokens: the batch has neither {IDS} nor {EMBEDDINGS} with a sequence dimension, only "
                 f"{list(batch.paths)}, so pipeshard cannot determine the lengths of the samples. Pass the batch as a "
                 "dict of the forward's arguments, or use num_microbatches"
             )
@@ -135,9 +136,9 @@ class Ragged:
         """The number of positions of each side in the batch: the size of the second dimension of the side's token ids,
         embeddings or labels. If the ids and the mask have several texts per sample, with shape (samples, choices,
         positions), the positions of all texts count, and no position is removed."""
-        leaves: dict[str, tuple[str, ...]] = {ENCODER: (IDS, "inputs_embeds")}
+        leaves: dict[str, tuple[str, ...]] = {ENCODER: (IDS, EMBEDDINGS)}
         if self.encoder_decoder:
-            leaves[DECODER] = (f"decoder_{IDS}", "decoder_inputs_embeds", LABELS)
+            leaves[DECODER] = (f"decoder_{IDS}", f"decoder_{EMBEDDINGS}", LABELS)
 
         def total(path: str) -> int:
             has_texts = shapes[path] == shapes.get(path.replace(IDS, MASK)) and path.endswith(IDS)
@@ -196,6 +197,8 @@ class Ragged:
         if leaf.ndim < 2 or (media_kind(path) is not None and not is_mask(path)):
             return []
         self._fixed |= {(path, dim) for dim, size in enumerate(leaf.shape) if size != total}
+        if path.endswith(EMBEDDINGS):
+            self._fixed.add((path, leaf.ndim - 1))  # the hidden size, which may equal the number of positions
         dims = (dim for dim, size in enumerate(leaf.shape) if size == total and dim != row_dim)
         return [dim for dim in dims if (path, dim) not in self._fixed]
 
