@@ -7,13 +7,14 @@ its values raises an error with the parameter's name.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from pipeshard.errors import UsageError
 from pipeshard.private import DisableTorchFunctionSubclass, tree_tensors
@@ -109,15 +110,18 @@ class Ghost(nn.Parameter):
     Attributes:
         pipeshard_trainable: whether the stages that hold the parameter train it.
         label: the parameter's name, and the stages that hold the parameter.
+        released: a weak reference to the parameter itself, which code may still reach (in a list, or in a closure).
     """
 
     pipeshard_trainable: bool
     label: str
+    released: TensorWeakRef
 
     @classmethod
     def of(cls, parameter: nn.Parameter, device: torch.device, label: str) -> "Ghost":
         ghost = cls(_blank(parameter.shape, parameter.dtype, device), requires_grad=False)
         ghost.pipeshard_trainable, ghost.label = parameter.requires_grad, label
+        ghost.released = TensorWeakRef(parameter)
         return ghost
 
     @classmethod
@@ -165,6 +169,29 @@ class Ghost(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Ghost of shape {tuple(self.shape)} and {self.dtype}: {self.label}"
+
+
+def with_released(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each named parameter and, for a Ghost, also the parameter that the Ghost replaces, if code can still reach
+    it."""
+    for name, parameter in parameters:
+        yield name, parameter
+        if isinstance(parameter, Ghost) and (released := parameter.released()) is not None:
+            yield name, released
+
+
+@contextmanager
+def without_values(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Context manager in which the trainable ones of these parameters contain NaNs, like a Ghost that glue reads. Code
+    that reaches a replaced parameter (in a list, or in a closure) would otherwise compute with the values at boost."""
+    kept = [(p, p.data) for p in parameters if type(p) is nn.Parameter and p.requires_grad and not p.is_meta]
+    for parameter, _ in kept:
+        parameter.data = _blank(parameter.shape, parameter.dtype, parameter.device)
+    try:
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
 
 
 LOOP = (

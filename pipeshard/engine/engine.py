@@ -47,7 +47,7 @@ from pipeshard.engine.stages import Stages
 from pipeshard.engine.traces import Doubt, FoundWays, Traces
 from pipeshard.engine.updates import is_sampled
 from pipeshard.errors import NO_LOSS, UsageError, listed
-from pipeshard.ghost import Ghost
+from pipeshard.ghost import Ghost, without_values
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import without_gradients
 from pipeshard.graph.units import containers, find_units, paths_of
@@ -195,8 +195,8 @@ class Pipeline:
         self.sync = self.holdings.sync
         names = {parameter: name for name, parameter in model.named_parameters()}
         # Optimizers created before boost contain released or replaced parameters. Weak keys do not keep these alive.
-        replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
-        known = ChainMap(names, replaced)
+        self.replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
+        known = ChainMap(names, self.replaced)
         self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm or 0.0, self.scaling)
         self.trained = self.holdings.trained()
 
@@ -426,7 +426,7 @@ class Pipeline:
         stages = {stage.index: stage for stage in self.stages.running}
         is_alone = train and self.grid.size == 1  # with several ranks, no step follows a failure
         discarding = self.gradients.discarded_on_failure(self.traces.foreign.values()) if is_alone else nullcontext()
-        with discarding, self.stages.deferring():
+        with discarding, self.stages.deferring(), without_values(self.replaced):
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, cut: Sequence[Sequence[Batch]], flow: Dataflow) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Routes:
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
             refuse_unsplittable(self.policy.model, flow, stages, self.policy.placement)
-            self._refuse_released(flow, stages, outputs)
+            self.refuse_released(flow, outputs)
             refuse_hooks(flow, stages, len(self.policy.placement))
             crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
             again = {s: self.recompute.calls(flow, stages, s, self.policy.units) for s in self.policy.chunks}
@@ -83,9 +83,10 @@ class Routes:
             what = f"{call.unit} ({type(units[call.unit]).__name__})"
             _warn_once(PREVENTED % (what, format_path(place[1:]) or "its arguments"))
 
-    def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
-        """Raise TraceError if glue reads a parameter that the stage has released. With another batch, glue may take a
-        different path than at boost, and read other parameters."""
+    def refuse_released(self, flow: Dataflow, outputs: Wanted = False) -> None:
+        """Raise TraceError if glue, or a unit, reads a parameter that the stage has released. With another batch, the
+        forward may take a different path than at boost, and read other parameters."""
+        stages = self.policy.partition.of_calls(flow)
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
         for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
             released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])

@@ -319,6 +319,7 @@ class Traces:
             if (deltas := flow.deltas(batch)) is not None:
                 return flow, deltas
         way = self._trace(batch, criterion)
+        self.routes.refuse_released(way[0])  # before a trial of the loss fails without these parameters' values
         if sum(map(len, self._flows.values())) >= MOST_FLOWS:
             self._forget_flows()
         self._flows.setdefault(mode, []).append(way[0])

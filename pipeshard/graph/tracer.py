@@ -2,8 +2,7 @@
 
 torch.fx and torch.export need a graph of the whole model. Much of transformers' code has no such graph: it reads values
 in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units. So the model's
-own forward runs on a batch, each unit call returns zeros with the shapes of its kind's results, and a Taint propagates
-dependencies on these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
+own forward runs on a batch, each unit call returns zeros of the shapes of its kind's results, and a Taint tracks these.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pipeshard.batch.criterion import WHOLE_TENSOR, Criterion, sum_and_count
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.errors import PipeshardError, TraceError, explained, summary
 from pipeshard.garbage import collector_paused
+from pipeshard.ghost import with_released
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.forward_error import forward_error
@@ -126,8 +126,8 @@ class Tracer:
         return self._dataflow(output, loss, batch, sealed, of_forward)
 
     def _mark_inputs(self, batch: Batch) -> None:
-        for name, parameter in self.model.named_parameters():
-            self.taint.mark(parameter, self.taint.of([parameter]) | {Used(name)})  # parameters may share memory
+        for name, parameter in with_released(self.model.named_parameters()):  # parameters may share memory
+            self.taint.mark(parameter, self.taint.of([parameter]) | {Used(name)})
         for path, leaf in batch.tensors.items():
             self.taint.mark(leaf, self.taint.of([leaf]) | {Input(path)})
         for tag, tensors in self.kept.items():
