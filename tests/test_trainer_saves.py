@@ -559,3 +559,30 @@ def test_an_invalid_random_state_leaves_the_generators_as_they_were(pool: Pool, 
     """A script that caught the error of a checkpoint, and trained from scratch, drew other random numbers than without
     the attempt, and on some ranks only."""
     assert pool.run(load_invalid, 2, str(tmp_path)) == [True, True]
+
+
+class Halved(torch.nn.Linear):
+    """Saves its weight in fp16."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].half()
+
+
+def converting(folder: str) -> str:
+    """The error of a Trainer whose model saves a converted weight."""
+    with launched():
+        made = trainer("causal", folder, {"pp_size": 2}, **KEPT)
+        made.model.model.layers[0].mlp.down_proj.__class__ = Halved
+        with pytest.raises(CheckpointError) as refused:
+            made.train()
+        assert made.state.global_step == 0
+        return str(refused.value)
+
+
+@pytest.mark.turns
+def test_a_model_that_converts_its_tensors_is_refused_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
+    """A stage has released some of the tensors that a state_dict hook converts: a checkpoint of the Trainer contained
+    converted tensors, which it took for the model's own when it resumed."""
+    for message in pool.run(converting, 2, str(tmp_path), timeout=120):
+        assert "converts model.layers.0.mlp.down_proj.weight" in message

@@ -17,7 +17,7 @@ from pipeshard.checkpoint.lora import save_lora
 from pipeshard.checkpoint.merging import merged
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.safetensors_files import PICKLED
-from pipeshard.checkpoint.save import FileSave, FolderSave, owned
+from pipeshard.checkpoint.save import FileSave, FolderSave, owned, refuse_unsavable
 from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
@@ -89,6 +89,7 @@ class PipelineCheckpointIO:
                 "folder, shard=True, merge=True)"
             )
         _refuse_prefix(prefix)
+        refuse_unsavable(boosted)
         if shard:
             self.save_folder(boosted, Path(checkpoint), size_per_shard, use_async, merge)
             return
@@ -104,8 +105,8 @@ class PipelineCheckpointIO:
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
         """Like `save_model` with `shard=True`, but also accepts models with adapters or quantized weights. Adapters are
-        merged only with `merge`, and quantized weights are omitted. Without `merge`, `load_model` can load the folder
-        into the same model."""
+        merged only with `merge`, and quantized weights are omitted. If state_dict hooks convert tensors, the folder
+        contains the model's own tensors. Without `merge`, `load_model` can load the folder into the same model."""
         boosted = boosted_model(model)
         self._save(
             boosted,
@@ -186,6 +187,13 @@ class PipelineCheckpointIO:
         first = getattr(boosted.unwrap(), "_pretrained", None) == str(checkpoint)
         load_weights(boosted, Path(checkpoint), strict, draw_missing=first)
         return model
+
+    @together_in("load_training_state")
+    def load_folder(self, model: nn.Module, folder: Path) -> None:
+        """Load the result of `save_folder`, which contains every tensor of the model."""
+        boosted = boosted_model(model)
+        first = getattr(boosted.unwrap(), "_pretrained", None) == str(folder)
+        load_weights(boosted, folder, strict=True, draw_missing=first, complete=True)
 
     @together_in("save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import existing, together
 from pipeshard.checkpoint.safetensors_files import StoredRows, StoredTensors
+from pipeshard.checkpoint.state_dict import given_entries, own_entries
 from pipeshard.distributed.collectives import gather_objects, laid_out
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.model import PipelineModel
@@ -145,13 +146,16 @@ def _renamed(
     return key, None
 
 
-def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
+def load_weights(
+    boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False, complete: bool = False
+) -> int:
     """Load this stage's tensors from a folder, an index or a file. Returns the number of bytes read.
 
     Every rank checks the names and shapes of the full model before it changes any tensor, so all ranks raise the same
     CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise the error only with
     `strict`. With `draw_missing`, `strict` has no effect, a model with adapters loads a checkpoint of its base model,
-    and missing weights are initialized as with the plugin's `init_weights`, with a warning.
+    and missing weights are initialized as with the plugin's `init_weights`, with a warning. With `complete`, tensors
+    that the model's state_dict omits may not be missing either.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -160,6 +164,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
         source = StoredTensors(existing(path), without_adapters(model)[1] if draw_missing else model)
         updated = pipeline.gradients.updated
         plan = _Plan(model, source, pipeline.holdings, updated, of_base=draw_missing, blank=pipeline.blank)
+        if plan.required and not complete:
+            plan.allow_omitted()
         plan.refuse(lists=strict and not draw_missing)
         plan.refuse_untied()
     with together(pipeline.grid.world):
@@ -219,10 +225,10 @@ class _Plan:
         of_base: bool,
         blank: set[str],
     ) -> None:
-        self.whole, self.source, self.holdings = model, source, holdings
+        self.whole, self.source, self.holdings, self.blank = model, source, holdings, blank
         self.is_initial = of_base
         self.model = without_adapters(model)[1] if of_base else model
-        state = type(model).state_dict(model, keep_vars=True)  # as in `owned`; ghosts also have shapes
+        state = own_entries(model)  # as in `owned`; ghosts also have shapes
         names = dict(zip(state, state)) if self.model is model else base_names(model)
         self.packed = dict(packed_layers(model))
         self.extra = {
@@ -294,6 +300,14 @@ class _Plan:
             self.problems.append(f"{min(packed)} is missing, and a quantized weight cannot be initialized")
         self.required = [
             name for name in self.missing if name not in self.optional or blank & self.targets[name].keys()
+        ]
+
+    def allow_omitted(self) -> None:
+        """Do not require the tensors that have values, and that the model's state_dict omits: the unsplit model saves
+        no such tensors."""
+        given = given_entries(self.whole)
+        self.required = [
+            name for name in self.required if {*self.targets[name]} & {*given, *self.blank} or not self.targets[name]
         ]
 
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:

@@ -25,6 +25,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from pipeshard.checkpoint.files import Save, complete_save, remove, sync, together, writes
 from pipeshard.checkpoint.load import revert, ties_name
 from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, RANK_FILES, WEIGHTS, joined_file, write_file
+from pipeshard.checkpoint.state_dict import own_entries, refuse_converted
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, summary
@@ -43,14 +44,15 @@ SAVED_FILES = re.compile(r"model((-v\d+)?-\d{5,}-of-\d{5,})?\.safetensors|\.pipe
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
-    """The tensors that this stage saves, by their names in the model. The first stage that holds a tensor saves it.
-    Quantized weights are omitted, since the checkpoint from which they were loaded contains them.
+    """The model's own tensors that this stage saves, by their names in the model, without the conversions of state_dict
+    hooks. The first stage that holds a tensor saves it. Quantized weights are omitted, since the checkpoint from which
+    they were loaded contains them.
 
     Call it on all ranks, since sharded tensors are gathered. Raises CheckpointError for an entry of the model's
     state_dict that is not a tensor, or is a tensor that a file cannot contain.
     """
     module, policy = model.unwrap(), model.pipeline.policy
-    state = type(module).state_dict(module, keep_vars=True)  # not a method that the user has set on the instance
+    state = own_entries(module)
     saved = saved_names(module)
     if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(
@@ -73,6 +75,16 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     tensors = {name: _gathered(state[first].detach()) for first, name in owned.items()}
     copies = {name: saved[first] for name, first in copied_names(module).items() if saved[first] in tensors}
     return tensors | {name: tensors[main].clone() for name, main in copies.items()}
+
+
+def refuse_unsavable(model: PipelineModel) -> None:
+    """Raise CheckpointError, on every rank, if the model's state_dict converts tensors, so that the unsplit model would
+    save others. Call it on all ranks."""
+    module, policy = model.unwrap(), model.pipeline.policy
+    first, held = first_names(module), policy.ownership.held[policy.stage]
+    with together(model.pipeline.grid.world):
+        here = [name for name in own_entries(module) if name not in first or first[name] in held]
+        refuse_converted(module, here)
 
 
 def _gathered(tensor: Tensor) -> Tensor:

@@ -333,7 +333,7 @@ def load_training_state(
         if dataloader is not None:
             dataloader.load_state_dict(saved_position(rest, pipeline.grid))
     for name, each in models.items():
-        io_of(each).load_model(each, str(folder / name))
+        io_of(each).load_folder(each, folder / name)
     for name, boosted in optimizers.items():
         load_optimizer(boosted, folder / name)
     with together(pipeline.grid.world), restoring(folder / REST):

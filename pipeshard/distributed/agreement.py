@@ -99,11 +99,12 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict, other buffers, and tensors in module attributes, by name, shape and dtype. The key
-    includes the shape because a rank may have resized a buffer."""
+    """The tensors of the state dict, parameters, buffers, and tensors in module attributes, by name, shape and dtype.
+    The key includes the shape because a rank may have resized a buffer."""
     attributes = ((f"{path}.{key}", held) for path, one in model.named_modules() for key, held in vars(one).items())
     others = {name.lstrip("."): held for name, held in attributes if isinstance(held, Tensor)}
-    every = model.state_dict(keep_vars=True) | dict(model.named_buffers()) | others
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    every = model.state_dict(keep_vars=True) | own | others  # hooks of state_dict may convert or omit tensors
     return {
         f"{name} of shape {tuple(t.shape)} and dtype {t.dtype}": t for name, t in every.items() if isinstance(t, Tensor)
     }

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipeshard.checkpoint.files import (
     differing_folders,
@@ -33,6 +34,8 @@ from pipeshard.checkpoint.lora import load_lora, save_lora, warn_of_other_weight
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.random_state import own_random_state, random_state, random_states, set_random_state
 from pipeshard.checkpoint.rest import read_rest, rest_of, restore_rest, restoring
+from pipeshard.checkpoint.save import refuse_unsavable
+from pipeshard.checkpoint.state_dict import refuse_converted
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.distributed.mesh import Grid
@@ -46,6 +49,13 @@ FOLDER, STATE, RANDOM = "pipeline", "trainer_state.json", "rng_state*.pth"
 Stamps = dict[str, tuple[int, int]]
 LEASE = 120.0  # seconds; an NFS server keeps the locks of a lost machine for about 90 seconds
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def refuse_unsavable_weights(model: nn.Module) -> None:
+    """Raise CheckpointError if `save_weights` would raise it after training, because the state_dict of this model
+    converts tensors. Adapters are saved by peft."""
+    if not is_of_peft(model, "PeftModel"):
+        refuse_converted(model)
 
 
 @together_in("trainer.save_model")
@@ -69,6 +79,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
                 (folder / MANIFEST).unlink(missing_ok=True)
     if not is_adapted:
         refuse_packed(model.unwrap())
+        refuse_unsavable(model)
         io_of(model).save_folder(model, folder)
         return before
     save_lora(model, str(made))

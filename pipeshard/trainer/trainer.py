@@ -50,6 +50,7 @@ from pipeshard.trainer.checkpoint import (
     load_state,
     lock_folder,
     one_folder,
+    refuse_unsavable_weights,
     save_state,
     save_weights,
 )
@@ -378,6 +379,7 @@ class Loop(Evaluation):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self._saves:
             refuse_unwrapped_adapters(self.model)
+            refuse_unsavable_weights(self.model)
             lock_folder(Path(self.args.output_dir), self, self.pipeline.grid)
         chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)
         self._held, self._left, self._begun_at = (), None, None  # left by an earlier call that ended within a window
