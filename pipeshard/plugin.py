@@ -49,6 +49,7 @@ from pipeshard.errors import UsageError
 from pipeshard.graph.rng import Randomness
 from pipeshard.hf import hide_world, lone_losses
 from pipeshard.options import POSITIVE, PRECISIONS
+from pipeshard.private import never_compiled, without_parametrization_cache
 from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
 from pipeshard.script import fold
@@ -277,6 +278,7 @@ class PipelinePlugin:
                 outlast_watch()
             return boosted, boosted_optimizer, criterion, dataloader, lr_scheduler
 
+    @never_compiled  # torch.compile of a loop compiles the code around the call
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
@@ -318,7 +320,12 @@ class PipelinePlugin:
             check_optimizer(optimizer, pipeline)
         elif torch.is_grad_enabled():
             pipeline.gradients.updates.evaluated = True
-        with calling("execute_pipeline"), pipeline.gradients.coupling.paused(), torch.set_grad_enabled(train):
+        with (
+            calling("execute_pipeline"),
+            pipeline.gradients.coupling.paused(),
+            torch.set_grad_enabled(train),
+            without_parametrization_cache(),
+        ):
             return pipeline.step(data_iter, criterion, train, return_loss, return_outputs, num_batches, weight)
 
     @contextmanager

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.overrides import TorchFunctionMode
@@ -58,6 +59,7 @@ graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
 function_modes = overrides._get_current_function_mode_stack
 functorch_is_active = torch._C._are_functorch_transforms_active
 functorch_unwrapped = torch._C._functorch.get_unwrapped
+never_compiled = torch._compile._disable_dynamo  # torch.compiler.disable, which imports the compiler at once
 profiler_is_enabled = torch._C._autograd._profiler_enabled
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 will_execute = torch._C._will_engine_execute_node
@@ -92,6 +94,17 @@ def leave_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
 def modes_entered() -> list[TorchDispatchMode | TorchFunctionMode]:
     """The modes that are active in this thread."""
     return [*of_dispatch._get_current_dispatch_mode_stack(), *function_modes()]
+
+
+@contextmanager
+def without_parametrization_cache() -> Iterator[None]:
+    """Context manager in which parametrizations are computed again for each access, also in
+    `torch.nn.utils.parametrize.cached()`: backwards of several microbatches cannot share one graph."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
 
 
 def in_dual_level() -> bool:

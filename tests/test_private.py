@@ -342,3 +342,43 @@ def test_modes_that_are_entered_below_are_left_in_any_order() -> None:
     inner.__exit__(None, None, None)
     assert (outer.calls, below.calls, inner.calls, reads.calls) == (1, 2, 2, 1)
     assert torch.zeros(1).add_(1).tolist() == [1.0] and below.calls == 2
+
+
+def test_code_that_is_never_compiled_may_call_compiled_code() -> None:
+    """So a loop may be compiled, and functions of the model stay compiled."""
+    graphs = list[Any]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    inner = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    states = list[bool]()
+
+    @private.never_compiled
+    def step(x: torch.Tensor) -> torch.Tensor:
+        states.append(torch.compiler.is_compiling())
+        return inner(x)
+
+    loop = torch.compile(lambda x: step(x.cos()) * 2, backend=backend)
+    assert torch.equal(loop(torch.ones(3)), (torch.ones(3).cos().sin() + 1) * 2)
+    assert states == [False] and len(graphs) == 3  # the loop before and after the step, and the function
+
+
+def test_parametrizations_are_not_cached_in_a_step() -> None:
+    calls = list[int]()
+
+    class Counted(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return weight * 2
+
+    layer = nn.Linear(2, 2)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Counted())
+    calls.clear()
+    with nn.utils.parametrize.cached():
+        with private.without_parametrization_cache():
+            assert layer.weight is not layer.weight and len(calls) == 2
+            with nn.utils.parametrize.cached():  # in a forward
+                assert layer.weight is layer.weight
+        assert layer.weight is layer.weight

@@ -20,6 +20,17 @@ RESIZED_HEAD = (
 )
 
 
+# Values of transformers' options that PipelinePlugin.from_pretrained already follows, by option.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "low_cpu_mem_usage": (None, True, False),
+    "use_safetensors": (None, True),
+    "device_map": (None,),
+    "tp_plan": (None,),
+    "output_loading_info": (None, False),
+    "ignore_mismatched_sizes": (None, False),
+}
+
+
 def auto_dtype(folder: Path | None) -> torch.dtype:
     """The dtype for dtype="auto" if the config specifies no dtype: the dtype of the folder's weights, or else fp32."""
     return (stored_dtype(folder) if folder else None) or torch.float32
@@ -35,6 +46,9 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     trusted = {"trust_remote_code": options.pop("trust_remote_code", False)}  # None would prompt on the terminal
     quantization = options.pop("quantization_config", None)
     kind = getattr(auto_class, "config_class", None) or AutoConfig  # a model class reads its part of a composite config
+    for name, values in WITHOUT_EFFECT.items():
+        if options.get(name) in values:
+            options.pop(name, None)
     config, unused = folder_config(path, kind, **extra, **trusted, **options)
     if unknown := unused.keys() & options.keys():
         remedy = RESIZED_HEAD if "ignore_mismatched_sizes" in unknown else ""

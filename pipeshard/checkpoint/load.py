@@ -153,9 +153,10 @@ def load_weights(
 
     Every rank checks the names and shapes of the full model before it changes any tensor, so all ranks raise the same
     CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise the error only with
-    `strict`. With `draw_missing`, `strict` has no effect, a model with adapters loads a checkpoint of its base model,
-    and missing weights are initialized as with the plugin's `init_weights`, with a warning. With `complete`, tensors
-    that the model's state_dict omits may not be missing either.
+    `strict`; without it, they cause a warning, and the error is raised only if no name is in the model. With
+    `draw_missing`, `strict` has no effect, a model with adapters loads a checkpoint of its base model, and missing
+    weights are initialized as with the plugin's `init_weights`, with a warning. With `complete`, tensors that the
+    model's state_dict omits may not be missing either.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -167,6 +168,8 @@ def load_weights(
         if plan.required and not complete:
             plan.allow_omitted()
         plan.refuse(lists=strict and not draw_missing)
+        if not strict and not draw_missing:
+            plan.check_partial(warns=pipeline.grid.first)
         plan.refuse_untied()
     with together(pipeline.grid.world):
         plan.fill(show=pipeline.grid.first)
@@ -330,6 +333,19 @@ class _Plan:
                 f"{self.source.path} does not match {type(self.model).__name__}: {listed(problems)}. Pass this model's "
                 f"checkpoint{' (load_model(..., strict=False) ignores missing and unexpected names)' if lists else ''}"
             )
+
+    def check_partial(self, warns: bool) -> None:
+        """Raise CheckpointError if the checkpoint contains no tensor of the model. With `warns`, warn of missing and
+        unexpected names."""
+        others = [f"{name} is missing" for name in self.required]
+        others += [f"{name} is unexpected" for name in self.conversion.unexpected]
+        if others and not self.makes:
+            raise CheckpointError(
+                f"{self.source.path} contains no tensor of {type(self.model).__name__}: {listed(others, 4)}. Pass this "
+                "model's checkpoint, or rename the tensors in the file"
+            )
+        if others and warns:
+            logger.warning("load_model(..., strict=False) ignores names of %s: %s", self.source.path, listed(others))
 
     def refuse_untied(self) -> None:
         """Raise CheckpointError if the checkpoint has two different values for a tensor of this stage that the

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from pipeshard.checkpoint.files import Save, complete_save, remove, sync, together, writes
 from pipeshard.checkpoint.load import revert, ties_name
@@ -172,7 +173,7 @@ class FolderSave(Save):
             if self.coded is not None:
                 custom_object_save(self.coded, configs, config=self.configs[0])
             for config in self.configs:
-                config.save_pretrained(configs)
+                _write_config(config, configs)
             if not self.is_single:
                 index = {
                     "metadata": {"total_size": self.total_size},
@@ -256,6 +257,7 @@ class FileSave(Save):
                 raise CheckpointError(
                     f"{target} is a folder, but shard=False writes a file: pass shard=True, or the path of a file"
                 )
+            target = target.resolve()  # the file to which a link leads is replaced, not the link
             target.parent.mkdir(parents=True, exist_ok=True)
             named = tensors if target.suffix in STATE_DICTS else revert(module, tensors)
             ready = _ready(named, snapshot)
@@ -305,6 +307,18 @@ def _also_named(module: nn.Module, target: Path) -> dict[str, str]:
     pairs = ((reverted(name), reverted(kept)) for name, kept in tied.items())
     # not strict: of two tied names, save_pretrained may omit one (`_keys_to_ignore_on_save`)
     return {name: kept for names, kept_names in pairs for name, kept in zip(names, kept_names)}
+
+
+def _write_config(config: Any, folder: Path) -> None:
+    """Write a config. Writes a generation config that transformers refuses to save, with a warning: a save after hours
+    of training must not fail for it."""
+    try:
+        config.save_pretrained(folder)
+    except ValueError as error:
+        if not isinstance(config, GenerationConfig):
+            raise
+        logger.warning("%s contains an invalid generation config: %s", folder.parent, summary(error))
+        config.to_json_file(folder / GENERATION_CONFIG_NAME, use_diff=True)
 
 
 def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | None) -> list[Any]:

@@ -29,6 +29,7 @@ from pipeshard.distributed.collectives import encode, reason
 from pipeshard.errors import CheckpointError, explained, summary
 from pipeshard.hf import ADAPTER_CONFIG
 
+ZIP = b"PK\x03\x04"  # the beginning of a file of torch.save
 LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors takes a tenth of this
 VALUES = 1_000_000  # the maximum number of values in a JSON document; each takes up to 100 bytes of memory
 
@@ -209,6 +210,8 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 
     Raises CheckpointError for any other file. The message says that the file is not `kind`, and ends with the `advice`.
     """
+    if _is_truncated(file):
+        raise CheckpointError(f"{file} is incomplete (its end is missing): copy or save it again")
     with explained(  # zipfile, pickletools and torch may raise any error for a damaged file
         lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
     ):
@@ -217,6 +220,14 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
         with file.open("rb") as content:
             _refuse_bombs(content)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+
+
+def _is_truncated(file: Path) -> bool:
+    """Whether the file begins like a file of `torch.save`, but lacks the zip directory at its end."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as content:
+        return content.read(len(ZIP)) == ZIP and not zipfile.is_zipfile(file)
 
 
 def plain(value: Any, what: str, advice: str = " in its state_dict()") -> Any:

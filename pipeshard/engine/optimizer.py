@@ -35,7 +35,7 @@ from pipeshard.engine.updates import options_of, warn_of_ranks
 from pipeshard.engine.zero import assign_owners
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.garbage import weak
-from pipeshard.private import global_step_pre_hooks
+from pipeshard.private import global_step_pre_hooks, never_compiled
 
 MODES = "train", "eval"  # methods of schedule-free optimizers that write other values to the weights
 OF_RANK = "parameters_of_rank"  # key in a state dict: for each group, the names of the parameters that a rank updates
@@ -314,9 +314,10 @@ class PipelineOptimizer(Optimizer):
                     self._refuse_boosted()
                     raise ConfigurationError(
                         f"group {k} of the optimizer contains a parameter of shape {tuple(parameter.shape)} that is "
-                        "not in the model, so no stage would train it. Is it a parameter of another model or of the "
-                        "criterion? Give each model its own optimizer, and move the criterion's parameters into the "
-                        "model"
+                        "not in the model, so no stage would train it. If weights were tied or replaced after the "
+                        "optimizer was created, create the optimizer after them. If it is a parameter of another model "
+                        "or of the criterion, give each model its own optimizer, and move the criterion's parameters "
+                        "into the model"
                     )
                 names[parameter] = self.gradients.names[parameter]
         return names
@@ -358,6 +359,7 @@ class PipelineOptimizer(Optimizer):
                 "that booster.boost(...) returned"
             )
 
+    @never_compiled
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Clip and unscale the gradients, and update the parameters. With a loss scale, all ranks skip the step if a
         gradient is not finite. Returns the result of the wrapped optimizer's step, or None for a skipped step. Raises
@@ -495,6 +497,7 @@ class PipelineOptimizer(Optimizer):
         for weight in self.copies.hosted:
             weight.drop_gradient()
 
+    @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters, including gradients accumulated under `no_sync`."""
         self.sync.reset({weight.parameter for weight in self.weights.values()})
