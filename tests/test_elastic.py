@@ -385,6 +385,13 @@ class Warmup:
         return 1.0 if step in self.peaks else 0.5
 
 
+class Counting(torch.nn.LayerNorm):
+    """Has an extra state that is not a tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 3}
+
+
 def unsavable(folder: Path) -> list[str]:
     split = Split(zoo.build("gpt2"), dist.get_world_size(), zoo.batch("gpt2"), num_microbatches=2)
     model, optimizer = split.model, split.optimizer
@@ -398,6 +405,13 @@ def unsavable(folder: Path) -> list[str]:
 
     def with_a_foreign_state() -> None:
         optimizer.unwrap().state[-1] = {"steps": 1}
+        try:
+            after_a_step()
+        finally:
+            del optimizer.unwrap().state[-1]
+
+    def with_a_strange_entry() -> None:
+        model.unwrap().get_submodule("transformer.ln_f").__class__ = Counting
         after_a_step()
 
     attempts: list[Callable[[], Any]] = [
@@ -409,6 +423,7 @@ def unsavable(folder: Path) -> list[str]:
         lambda: PreemptibleJob(folder).step_done(),
         lambda: after_a_step(torch.optim.lr_scheduler.LambdaLR(optimizer, Warmup())),
         with_a_foreign_state,
+        with_a_strange_entry,
     ]
     with mock.patch("signal.signal"), mock.patch("signal.pthread_sigmask"):
         return messages_of(attempts, PipeshardError)
@@ -427,6 +442,7 @@ def test_a_job_that_could_not_save_ends_before_its_second_step(pool: Pool, tmp_p
         "step_done was called before resume: call job.resume",
         "the state of this LambdaLR cannot be saved .*a value of type set cannot be saved",
         "the optimizer's state has the key -1, which is not a parameter",
+        "contains transformer.ln_f._extra_state of type dict, but a checkpoint contains only tensors",
     ]
     assert_told_alike(pool.run(unsavable, 2, tmp_path), expected)
     assert not list(tmp_path.glob("step-*"))

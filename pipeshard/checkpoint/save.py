@@ -49,12 +49,24 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     hooks. The first stage that holds a tensor saves it. Quantized weights are omitted, since the checkpoint from which
     they were loaded contains them.
 
-    Call it on all ranks, since sharded tensors are gathered. Raises CheckpointError for an entry of the model's
-    state_dict that is not a tensor, or is a tensor that a file cannot contain.
+    Call it on all ranks, since sharded tensors are gathered. Raises CheckpointError as `check_entries` does.
     """
     module, policy = model.unwrap(), model.pipeline.policy
+    check_entries(module)
+    state, saved = own_entries(module), saved_names(module)
+    held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
+    own = {first: saved[first] for first in sorted(held)}
+    own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers and extra states
+    owned = {first: name for first, name in own.items() if policy.ownership.owner(first) == policy.stage}
+    tensors = {name: _gathered(state[first].detach()) for first, name in owned.items()}
+    copies = {name: saved[first] for name, first in copied_names(module).items() if saved[first] in tensors}
+    return tensors | {name: tensors[main].clone() for name, main in copies.items()}
+
+
+def check_entries(module: nn.Module) -> None:
+    """Raise CheckpointError for an entry of the model's state_dict that is not a tensor, or is a tensor that a file
+    cannot contain."""
     state = own_entries(module)
-    saved = saved_names(module)
     if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(
             f"the state_dict of {type(module).__name__} contains {strange[0]} of type "
@@ -69,13 +81,6 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
                 f"{type(module).__name__}: use a dense, unquantized tensor of a dtype that safetensors supports or, if "
                 f"{name} is a buffer, register it with persistent=False"
             )
-    held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
-    own = {first: saved[first] for first in sorted(held)}
-    own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers and extra states
-    owned = {first: name for first, name in own.items() if policy.ownership.owner(first) == policy.stage}
-    tensors = {name: _gathered(state[first].detach()) for first, name in owned.items()}
-    copies = {name: saved[first] for name, first in copied_names(module).items() if saved[first] in tensors}
-    return tensors | {name: tensors[main].clone() for name, main in copies.items()}
 
 
 def refuse_unsavable(model: PipelineModel) -> None:

@@ -37,6 +37,7 @@ from pipeshard.checkpoint.rest import (
     restoring,
     saved_position,
 )
+from pipeshard.checkpoint.save import check_entries
 from pipeshard.checkpoint.state_folder import (
     MANIFEST,
     MARKS,
@@ -207,6 +208,8 @@ def check_contents(
     for each in by_name(OPTIMIZER, optimizer).values():
         check_savable(each)
     with together(grid.world):
+        for each in models:
+            check_entries(each.unwrap())
         if grid.first:
             rest_of(models, lr_scheduler, plain_state(dataloader))
 
