@@ -1,4 +1,7 @@
-"""PipelineConfig: the arguments of PipelinePlugin, checked without processes or devices, and a model's hints."""
+"""PipelineConfig: the arguments of PipelinePlugin, checked without processes or devices.
+
+PipelineHints: a model's own values for some of these arguments.
+"""
 
 import os
 from collections.abc import Collection, Mapping, Sequence

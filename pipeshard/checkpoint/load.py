@@ -152,11 +152,11 @@ def load_weights(
     """Load this stage's tensors from a folder, an index or a file. Returns the number of bytes read.
 
     Every rank checks the names and shapes of the full model before it changes any tensor, so all ranks raise the same
-    CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise the error only with
-    `strict`; without it, they cause a warning, and the error is raised only if no name is in the model. With
-    `draw_missing`, `strict` has no effect, a model with adapters loads a checkpoint of its base model, and missing
-    weights are initialized as with the plugin's `init_weights`, with a warning. With `complete`, tensors that the
-    model's state_dict omits may not be missing either.
+    CheckpointError. A shape mismatch always raises this error. With `strict`, missing or unexpected names also raise
+    it. Without `strict`, they cause a warning, unless the model has none of the checkpoint's names, which raises the
+    error. With `draw_missing`, `strict` has no effect, a model with adapters loads a checkpoint of its base model, and
+    missing weights are initialized as with the plugin's `init_weights`, with a warning. With `complete`, tensors that
+    the model's state_dict omits may not be missing either.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):

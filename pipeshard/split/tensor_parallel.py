@@ -183,8 +183,8 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         if style not in (EXPERTS, PARTIAL) if within else style == EXPERTS:
             raise ConfigurationError(
                 f"{by}_plan assigns {f'the style {style!r}' if style else 'no style'} to {name}, "
-                f"which is invalid for the module that contains it. Assign {EXPERTS!r} to the weights of experts, "
-                f"{PARTIAL!r} to other parameters of their module, and {DISPATCH!r} to the module itself"
+                f"but the module that contains this parameter does not allow it. Assign {EXPERTS!r} to the weights of "
+                f"experts, {PARTIAL!r} to other parameters of their module, and {DISPATCH!r} to the module itself"
             )
 
 
