@@ -27,7 +27,9 @@ class Places:
             if key := _changed(getattr(module, of), before):
                 raise UsageError(
                     f"{name}.{key}".lstrip(".") + f" (in {type(module).__name__}) was added, replaced or removed "
-                    "after the model was boosted: change modules, parameters and adapters before booster.boost"
+                    "after the model was boosted: change modules, parameters and adapters before booster.boost. If the "
+                    "forward itself replaces modules for some batches (as BigBird does for short sequences), run the "
+                    "model on such a batch before boost"
                 )
 
 

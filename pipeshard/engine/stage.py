@@ -282,9 +282,9 @@ class Stage:
                 unit = self.microbatches[i].route.flow.calls[value.call].unit
                 raise TraceError(
                     f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, receives a "
-                    "gradient that the trace did not record. The model takes a different path than in the trace, and "
-                    "this stage would not send the gradient back. Make the path depend only on attributes and configs, "
-                    "or pass dry_run_input=<a batch of this kind> to PipelinePlugin"
+                    "gradient that the trace did not record, so this stage would not send it back. Make the path "
+                    "depend only on attributes and configs, which you may set between steps, or, if all batches are of "
+                    "this kind, pass one of them as PipelinePlugin(dry_run_input=...)"
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor]) -> None:
@@ -303,10 +303,10 @@ class Stage:
                 raise TraceError(
                     f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
                     f"{self.index}, receives no gradient in this step, although the trace recorded one: a unit "
-                    "detaches or omits this result, depending on a counter or on tensor values, or a custom backward "
-                    "(torch.autograd.Function) returns None for it. In each step, detach or omit the result in every "
-                    "forward or in none (to switch between steps, set an attribute), or multiply the result by zero. "
-                    "In a custom backward, return zeros instead of None. Alternatively, cut elsewhere (partition=[...])"
+                    "detaches or omits it, depending on a counter, the batch's sizes or tensor values, or a custom "
+                    "backward (torch.autograd.Function) returns None for it. In each step, detach or omit it in every "
+                    "forward or in none (to switch between steps, set an attribute), or multiply it by zero. In a "
+                    "custom backward, return zeros instead of None. Alternatively, cut elsewhere (partition=[...])"
                 )
 
     def weight(self, i: int) -> None:

@@ -103,8 +103,8 @@ class Traces:
         self.flags_of: dict[Hashable, Flags] = {}  # the Flags of criteria, by key
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
-        # The number of microbatches that have confirmed a Dataflow, with training (True) and without.
-        self._confirmed: WeakKeyDictionary[Dataflow, Counter[bool]] = WeakKeyDictionary()
+        # The number of microbatches that have confirmed a Dataflow, by training (True or False) and by size.
+        self._confirmed: WeakKeyDictionary[Dataflow, Counter[tuple[bool, tuple[int, ...]]]] = WeakKeyDictionary()
         self._has_warned = False
         self.seen: WeakSet[Dataflow] = WeakSet()
         self._numbers: WeakKeyDictionary[Dataflow, dict[tuple[int, ...], int]] = WeakKeyDictionary()  # by deltas
@@ -338,19 +338,22 @@ class Traces:
         entry = batch.entry if batch is not None else ""
         return key_of(criterion), self._state, self._training, modes()[1:], watched, entry
 
-    def _trace(
-        self, batch: Batch, criterion: Criterion | None, grad: bool = True, draw: Callable[[int], object] = no_draw
-    ) -> Way:
-        flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths), grad, draw)
+    def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
+        flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths))
         deltas = flow.deltas(batch)
         if deltas is None:  # the trace is valid only for its own sizes or values
-            flow = self._traced(batch, criterion, True, grad, draw)
+            flow = self._traced(batch, criterion, True)
             deltas = flow.axes.deltas(batch)
         assert deltas is not None
         return flow, deltas
 
     def _traced(
-        self, batch: Batch, criterion: Criterion | None, exact: bool, grad: bool, draw: Callable[[int], object]
+        self,
+        batch: Batch,
+        criterion: Criterion | None,
+        exact: bool,
+        grad: bool = True,
+        draw: Callable[[int], object] = no_draw,
     ) -> Dataflow:
         device, lent = self.policy.replay.device, self._lent
         with Lone.of(len(set(self.policy.placement))):
@@ -362,25 +365,27 @@ class Traces:
     ) -> None:
         """Trace microbatches again after a NaN loss, since results that were not sent may have caused the NaN. Without
         `train`, the traces run as under no_grad. Raises TraceError on all ranks if a new trace on any rank reads other
-        unit results or parameters than before. A Dataflow that was already confirmed is not traced again, unless its
-        glue uses random numbers, which differ in each microbatch. Call it on all ranks: replicas may have different
-        Dataflows, and only some of them may be confirmed."""
+        unit results or parameters than before. The new traces run on whole microbatches, since the path may depend on
+        their sizes. A Dataflow that was already confirmed, by a microbatch whose sizes are between the same powers of
+        two, is not traced again, unless its glue uses random numbers, which differ in each microbatch. Call it on all
+        ranks: replicas may have different Dataflows, and only some of them may be confirmed."""
         differs = False
         for batch, flow, draw in doubts:
-            confirmed = self._confirmed.setdefault(flow, Counter())
-            if differs or confirmed[train] >= (MOST_DOUBTS if flow.glue_random else 1):
+            confirmed, key = self._confirmed.setdefault(flow, Counter()), (train, _magnitudes(flow, batch))
+            if differs or confirmed[key] >= (MOST_DOUBTS if flow.glue_random else 1):
                 continue
-            now, _ = self._trace(batch, criterion, train, *([draw] if flow.glue_random else []))
+            now = self._traced(batch, criterion, True, train, draw if flow.glue_random else no_draw)
             differs = _reads_more(now, flow)
-            confirmed[train] += not differs
+            confirmed[key] += not differs
         if any(gather_objects(differs, world)):
             raise TraceError(
                 f"the forward of {type(self.model).__name__} uses different unit outputs or parameters than in its "
                 "trace, although pipeshard detected no change in the state that the forward depends on. Does the "
-                "model branch at random (random.random() < p, torch.rand(()) < p), count its forwards, read an "
-                "environment variable, or branch on torch.is_grad_enabled()? Compute both results of a random branch, "
-                "and select one with torch.where. Keep other state in attributes of the model (such as self.training) "
-                "or in globals, and set it between steps"
+                "model branch at random (random.random() < p, torch.rand(()) < p) or on the batch's sizes "
+                "(x.shape[1] > 512), count its forwards, read an environment variable, or branch on "
+                "torch.is_grad_enabled()? Compute both results of a random branch, and select one with torch.where. "
+                "Keep other state in attributes of the model (such as self.training) or in globals, and set it between "
+                "steps. For a branch on sizes, set such an attribute before each step"
             )
 
     def slice_each(
@@ -407,6 +412,12 @@ class Traces:
                 routes = [self.routes.sliced(flow, outputs) for flow in flows]
                 made[-1].append(SlicedMicrobatch.of(whole, batch, sizes, of_parts, routes, place, device))
         return made
+
+
+def _magnitudes(flow: Dataflow, batch: Batch) -> tuple[int, ...]:
+    """For each size of a batch: the number of its bits."""
+    deltas = flow.axes.deltas(batch) or ()
+    return tuple((size + delta).bit_length() for size, delta in zip(flow.axes.sizes, deltas))
 
 
 def _reads_more(now: Dataflow, then: Dataflow) -> bool:

@@ -42,9 +42,9 @@ def other_way(what: str, expected: str) -> TraceError:
     """The error for a forward that takes a different path than its trace."""
     return TraceError(
         f"{what}, but the trace recorded {expected}: the code between units took a different path at random "
-        "(LayerDrop), because of a counter (a depth that grows with each forward), or because of the batch. "
-        "Turn LayerDrop off, set a depth in an attribute of the model between steps, or pass dry_run_input=<a batch "
-        "of this kind>"
+        "(LayerDrop), because of a counter (a depth that grows with each forward), or because of the batch (a branch "
+        "on its length). Turn LayerDrop off, set what the path depends on in an attribute of the model between steps, "
+        "or, if all batches are of this kind, pass one of them as dry_run_input"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import pipeshard
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.batch.read import read_batch
 from pipeshard.engine import traces, ways
@@ -1018,6 +1020,41 @@ def test_what_glue_reads_only_without_gradients_is_told(pool: Pool) -> None:
     """Evaluation returned a loss that was not a number, as the trace was confirmed with gradients."""
     for message in pool.run_expecting(TraceError, wrong, 2, AddsUnderNoGrad):
         assert "branch on torch.is_grad_enabled()" in message
+
+
+class SkipsIfLong(Net):
+    """A skip connection from the first stage to the last, only for a length that is far from those of the trace."""
+
+    def first(self, x: Tensor) -> Tensor:
+        self.made = x
+        return x
+
+    def last(self, x: Tensor) -> None:
+        if x.shape[1] > 64:
+            x += self.made.sum()
+
+
+def after_no_labels(lengths: Sequence[int]) -> list[float]:
+    """The losses of batches of these lengths, of which the first one has no valid label, so that its loss is NaN."""
+    torch.manual_seed(0)
+    model = SkipsIfLong()
+    plugin = PipelinePlugin(dist.get_world_size(), num_microbatches=2, dry_run_input=batch(9), verify=False)
+    engine = pipeshard.initialize(model, torch.optim.SGD(model.parameters(), 0.1), plugin=plugin)
+    batches = [batch(step, length) for step, length in enumerate(lengths)]
+    batches[0]["labels"].fill_(-100)
+    losses = []
+    for each in batches:
+        losses.append(float(engine.execute_pipeline(iter([each]))["loss"]))
+        engine.optimizer.zero_grad()
+    return losses
+
+
+def test_a_branch_on_a_length_beyond_the_trace_is_told(pool: Pool) -> None:
+    """The trace that was to explain a NaN ran on shortened samples, so the loss was NaN from then on, without an error;
+    an earlier batch without labels, of another length, had already confirmed the path."""
+    assert not any(map(math.isnan, pool.run(after_no_labels, 2, [6, 7, 8])[0][1:]))
+    for message in pool.run_expecting(TraceError, after_no_labels, 2, [6, 7, 100]):
+        assert "on the batch's sizes" in message
 
 
 class Normed(nn.Module):

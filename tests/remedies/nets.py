@@ -69,6 +69,15 @@ class ByAttribute(Net):
         return x + first if self.skips else x
 
 
+class ByLength(Net):
+    """A skip connection goes by the batch's length, beyond the lengths of the trace."""
+
+    def body(self, x: Tensor) -> Any:
+        first = self.layers[0](x)
+        x = super().body(x)
+        return x + first if x.shape[1] > 64 else x
+
+
 class Decides(Net):
     """Glue branches in Python on an activation."""
 

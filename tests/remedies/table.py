@@ -67,6 +67,10 @@ def with_more(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=RATE)
 
 
+def short_and_long() -> list[Any]:
+    return [{name: ids.repeat(1, 1 if step == 0 else 16) for name, ids in data(step).items()} for step in range(2)]
+
+
 def skips(step: int, model: Any) -> None:
     model.skips = step > 0
 
@@ -262,6 +266,12 @@ REMEDIES = {
         "Keep other state in attributes of the model",
         hunted_case("a count's"),
         (Training(nets.ByAttribute, ONE, between=skips),),
+    ),
+    "a branch on the length": Remedy(
+        ("a model that branches on the sizes of the batch",),
+        "on the batch's sizes .*For a branch on sizes, set such an attribute before each step",
+        Training(nets.ByLength, ONE, batches=short_and_long),
+        (Training(nets.ByAttribute, ONE, batches=short_and_long, between=skips),),
     ),
     "a decision on an activation": Remedy(
         ("other code of the model branches in Python", "`TraceError`: glue (the model's code between units) that"),
