@@ -170,7 +170,7 @@ class Pipeline:
         self.interpreter = Interpreter(placement, grid.p2p(config.p2p, placement), self.device)
         self.policy.replace_forward()
         with self.precision.running():
-            self.traces.remember(flow, self.criterion)
+            self.traces.remember(flow, self.criterion, sample)
 
     def _shard(self) -> None:
         """Release the parameters that only other ranks hold. Broadcast, cast and shard this rank's parameters, and set

@@ -36,6 +36,7 @@ from pipeshard.graph.places import HOOKS, format_path
 from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.trace import trace
+from pipeshard.hf import is_of_transformers
 from pipeshard.slices.cut import sequence_of
 from pipeshard.split.policy import Policy
 from pipeshard.split.route import Recompute
@@ -110,14 +111,15 @@ class Traces:
         self._numbers: WeakKeyDictionary[Dataflow, dict[tuple[int, ...], int]] = WeakKeyDictionary()  # by deltas
         self._prints: WeakKeyDictionary[Dataflow, str] = WeakKeyDictionary()  # fingerprints
         self._lent: Lent = {}  # tensors of other ranks, while ranks trace again
+        self._is_of_transformers = is_of_transformers(policy.model)
         self.look_at_trained()
 
-    def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
-        """Cache an existing Dataflow for the current state of the model and the criterion, unless the Dataflow also
-        depends on values of the batch."""
+    def remember(self, flow: Dataflow, criterion: Criterion | None, batch: Batch) -> None:
+        """Cache an existing Dataflow of `batch` for the current state of the model and the criterion, unless the
+        Dataflow also depends on values of the batch."""
         self.look(criterion)
         if not flow.watched:
-            self._flows.setdefault(self._mode(criterion), []).append(flow)
+            self._flows.setdefault(self._mode(criterion, batch), []).append(flow)
         self._watched |= flow.watched
 
     def look_at_trained(self) -> None:
@@ -330,13 +332,14 @@ class Traces:
         self._flows.clear()
         self.routes.clear()
 
-    def _mode(self, criterion: Criterion | None, batch: Batch | None = None) -> tuple[Any, ...]:
-        """The state on which a Dataflow depends, except the sizes of the batch and the outcomes of glue branches that
-        depend on the batch."""
-        paths = self._watched.intersection(batch.paths) if batch is not None else ()
-        watched = digest(batch, paths) if batch is not None and paths else 0
-        entry = batch.entry if batch is not None else ""
-        return key_of(criterion), self._state, self._training, modes()[1:], watched, entry
+    def _mode(self, criterion: Criterion | None, batch: Batch) -> tuple[Any, ...]:
+        """The state on which a Dataflow depends, except the outcomes of glue branches that depend on the batch, and the
+        sizes of the batch. Of lengths, it contains only the powers of two that they exceed: a model that is not
+        transformers' own may depend on lengths far from those of an earlier trace."""
+        paths = self._watched.intersection(batch.paths)
+        watched = digest(batch, paths) if paths else 0
+        lengths = () if self._is_of_transformers else _magnitudes(batch)
+        return key_of(criterion), self._state, self._training, modes()[1:], watched, batch.entry, lengths
 
     def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
         flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths))
@@ -371,7 +374,7 @@ class Traces:
         ranks: replicas may have different Dataflows, and only some of them may be confirmed."""
         differs = False
         for batch, flow, draw in doubts:
-            confirmed, key = self._confirmed.setdefault(flow, Counter()), (train, _magnitudes(flow, batch))
+            confirmed, key = self._confirmed.setdefault(flow, Counter()), (train, _magnitudes(batch))
             if differs or confirmed[key] >= (MOST_DOUBTS if flow.glue_random else 1):
                 continue
             now = self._traced(batch, criterion, True, train, draw if flow.glue_random else no_draw)
@@ -414,10 +417,11 @@ class Traces:
         return made
 
 
-def _magnitudes(flow: Dataflow, batch: Batch) -> tuple[int, ...]:
-    """For each size of a batch: the number of its bits."""
-    deltas = flow.axes.deltas(batch) or ()
-    return tuple((size + delta).bit_length() for size, delta in zip(flow.axes.sizes, deltas))
+def _magnitudes(batch: Batch) -> tuple[int, ...]:
+    """For each size of a batch's tensors, except the number of samples: the number of its bits."""
+    leaves = zip(batch.leaves, batch.row_dims, strict=True)
+    shapes = ((leaf.shape, dim) for leaf, dim in leaves if isinstance(leaf, Tensor))
+    return tuple(size.bit_length() for shape, dim in shapes for k, size in enumerate(shape) if k != dim)
 
 
 def _reads_more(now: Dataflow, then: Dataflow) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,12 +25,13 @@ from pipeshard.graph.rng import no_draw
 from pipeshard.graph.shapes import Axes, Count, TensorSpec, is_count
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
-from pipeshard.hf import BOUNDARIES, is_encoder_decoder
+from pipeshard.hf import BOUNDARIES, is_encoder_decoder, is_of_transformers
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
 FAR_LENGTHS = (1001, 29)  # increases in length: the last check uses the first increase that the model accepts
 ROWS, LENGTH = 2, 8  # the minimum number of samples in a trace, and their maximum length (if the model accepts it)
+MOST_ELEMENTS = 2**26  # the model is traced with the batch's own lengths only if no tensor has more elements
 
 
 @inside_pipeshard()
@@ -86,7 +88,9 @@ def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) ->
     only for the sizes of `sample`. `tracer_of` creates a Tracer for batches like its argument."""
     if not exact:
         try:
-            return _trace_any(tracer_of, sample)
+            with contextlib.suppress(_OtherAtLength):
+                return _trace_any(tracer_of, sample, LENGTH)
+            return _trace_any(tracer_of, sample, None)
         except (TraceError, BatchError) as error:  # the batch cannot be split, or the model fails on so few samples
             logger.debug("a trace for any size failed, so the whole batch is traced: %s", error)
     tracer = tracer_of(sample)
@@ -95,12 +99,17 @@ def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) ->
     return _pinned(replace(informed(flow), axes=_axes(tracer, sample)), 0)
 
 
-def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
-    """The Dataflow for batches of any size, traced on a few shortened samples. The boundaries of documents are omitted:
-    a kernel would access memory up to the last boundary, beyond the end of the shortened rows."""
+class _OtherAtLength(TraceError):
+    """Raised if the model takes another path, or has other shapes, on samples that are not shortened."""
+
+
+def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch, length: int | None) -> Dataflow:
+    """The Dataflow for batches of any size, traced on a few samples, shortened to `length`. Raises _OtherAtLength if
+    this Dataflow is wrong for samples with all their positions. The boundaries of documents are omitted: a kernel would
+    access memory up to the last boundary, beyond the end of the shortened rows."""
     real, sample = sample, sample.take(_traced_rows(sample)).without(BOUNDARIES)
     tracer = tracer_of(sample)
-    short = _axes(tracer, sample).shortened(sample, LENGTH)
+    short = sample if length is None else _axes(tracer, sample).shortened(sample, length)
     with preserving(tracer.model, tracer.criterion) as before:
         try:
             flow = run_watched(tracer, short, real, before)
@@ -109,7 +118,21 @@ def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
                 raise
             flow = run_watched(tracer, short := sample, real, before)
         flow = carrying(tracer, short, real, before, flow)
-        return informed(_generalize(tracer, flow, short, _axes(tracer, short), real))
+        general = _generalize(tracer, flow, short, _axes(tracer, short), real)
+        if short is not sample and not _is_same_at(sample, tracer, flow, general, real):
+            raise _OtherAtLength(f"{type(tracer.model).__name__} depends on the length of its input")
+        return informed(general)
+
+
+def _is_same_at(sample: Batch, tracer: Tracer, flow: Dataflow, general: Dataflow, real: Batch) -> bool:
+    """Whether samples that are not shortened have the path and the shapes of `general`. Not tried for transformers'
+    classes, whose losses would take long, and for samples with very large tensors."""
+    deltas = general.axes.deltas(sample)
+    if deltas is None or is_of_transformers(tracer.model):
+        return True
+    if max(map(math.prod, (_sizes(spec, deltas) for spec in _specs(general))), default=0) > MOST_ELEMENTS:
+        return True
+    return _holds(tracer, flow, general, sample, real, [0] * len(deltas)) is not False
 
 
 def _traced_rows(sample: Batch) -> Tensor:
@@ -212,7 +235,7 @@ def _holds(
 def _same_path(a: Dataflow, b: Dataflow) -> bool:
     (calls, uses), (others, other_uses) = (
         (
-            [(c.unit, c.reads, c.parts, [_constant(leaf) for leaf in c.leaves]) for c in flow.calls],
+            [(c.unit, c.reads, c.differentiated, c.parts, [_constant(leaf) for leaf in c.leaves]) for c in flow.calls],
             [(path, use) for path, use, _ in flow.outputs],
         )
         for flow in (a, b)

@@ -68,7 +68,7 @@ def with_more(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def short_and_long() -> list[Any]:
-    return [{name: ids.repeat(1, 1 if step == 0 else 16) for name, ids in data(step).items()} for step in range(2)]
+    return [data(step, length=length) for step, length in enumerate((70, 120))]  # between the same powers of two
 
 
 def skips(step: int, model: Any) -> None:
@@ -268,7 +268,7 @@ REMEDIES = {
         (Training(nets.ByAttribute, ONE, between=skips),),
     ),
     "a branch on the length": Remedy(
-        ("a model that branches on the sizes of the batch",),
+        ("a model that branches on the lengths of the batch",),
         "on the batch's sizes .*For a branch on sizes, set such an attribute before each step",
         Training(nets.ByLength, ONE, batches=short_and_long),
         (Training(nets.ByAttribute, ONE, batches=short_and_long, between=skips),),
