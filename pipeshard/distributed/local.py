@@ -218,12 +218,10 @@ class WorldGroup(LocalGroup):
         self._world = world
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        is_max = options is not None and options.reduceOp == dist.ReduceOp.MAX
-
         def finish(brought: list[Tensor]) -> None:
             total = brought[0].clone()
             for tensor in brought[1:]:
-                total = torch.maximum(total, tensor) if is_max else total.add_(tensor)
+                total.add_(tensor)
             for tensor in brought:
                 tensor.copy_(total)
 

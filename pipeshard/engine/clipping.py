@@ -409,6 +409,7 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
         norms = foreach_norm(gradients, norm_type, dtype=torch.promote_types(kind, torch.float32))
         every = torch.stack(norms).to(CPU).double()  # one device sync, not one per parameter
         total = torch.maximum(total, every.max()) if is_max else total + (every**norm_type / torch.tensor(counts)).sum()
-    operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    own_progress().wait_in(group, dist.all_reduce(total, operation, group=group, async_op=True))
-    return (total if is_max else total ** (1.0 / norm_type)).to(dtype)
+    if is_max:  # not all_reduce: gloo's maximum ignores a NaN of any rank but the first
+        return gather(total, group).max().to(dtype)
+    own_progress().wait_in(group, dist.all_reduce(total, group=group, async_op=True))
+    return (total ** (1.0 / norm_type)).to(dtype)

@@ -29,7 +29,7 @@ from pipeshard.errors import ConfigurationError
 from tests import zoo
 from tests.hunt.loops import Sides
 from tests.pool import Pool, WorkerError
-from tests.unsplit import largest_error
+from tests.unsplit import Split, largest_error
 
 NAME = "llama-tied"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -103,6 +103,26 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
 )
 def test_trains_as_in_one_process(pool: Pool, kind: str, frozen: str, world: int, options: dict[str, Any]) -> None:
     assert largest_error(pool.run(trained, world, kind, frozen, options)) < 1e-6
+
+
+def norms_with_a_nan(rank: int) -> list[str]:
+    """Norms of gradients of which one, on this rank, is NaN, and how clipping by the largest element ends."""
+    data = zoo.batch(NAME)
+    split = Split(zoo.build(NAME), 2, data, num_microbatches=2)
+    split.backward(data)
+    if dist.get_rank() == rank:
+        next(p for p in split.held.values() if p.grad is not None).grad.view(-1)[0] = float("nan")
+    norms = [str(float(split.optimizer.get_grad_norm(order))) for order in (2.0, "inf")]
+    with pytest.raises(ConfigurationError, match="the gradient norm is nan, and error_if_nonfinite=True"):
+        split.optimizer.clip_grad_by_norm(1.0, "inf", error_if_nonfinite=True)
+    return norms
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_largest_element_is_nan_if_a_gradient_of_any_rank_is(pool: Pool, rank: int) -> None:
+    """A loop clipped by the largest element, and skipped steps whose norm was not finite: gloo's maximum ignored the
+    NaN of each rank but the first, so the NaN reached the weights."""
+    assert pool.run(norms_with_a_nan, 2, rank) == [["nan", "nan"]] * 2
 
 
 class ByName(torch.optim.SGD):
