@@ -494,6 +494,14 @@ def test_errors_in_a_trainer_advise_its_own_argument(pool: Pool, tmp_path: Path,
         assert "set TrainingArguments(max_grad_norm=...)" in told and "PipelinePlugin" not in told, told
 
 
+def test_a_loss_that_cannot_be_split_advises_what_a_trainer_accepts(tmp_path: Path) -> None:
+    """With num_microbatches, a class-weighted compute_loss was refused with advice to pass loss_reduction='microbatch'
+    or to return (sum, count). A Trainer refuses both, and also num_microbatches=1 with several accumulation steps."""
+    with pytest.raises(ConfigurationError, match="A Trainer refuses the first two: omit num_microbatches, "):
+        trainer("weighted", tmp_path, {"pp_size": 1, "num_microbatches": 4}).train()
+    assert trainer("weighted", tmp_path, {"pp_size": 1}).train().global_step == 8
+
+
 def scales_of_two(folder: str) -> list[tuple[float, int]]:
     """The loss scale, and the number of steps without an overflow, after each of two Trainers of one model."""
     found, plugin = list[tuple[float, int]](), {"pp_size": 2, "precision": "fp16", "initial_scale": 1024.0}

@@ -53,11 +53,12 @@ AUXILIARY = (
 LOSS_REMEDY = (
     "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch'), which may give a different loss), "
     "return (sum, count) from the criterion (the batch's loss is then the sum of all sums divided by the sum of all "
-    "counts), or use one microbatch. If the loss is a sum of several means, you can also return sums divided by the "
-    "counts of the whole batch: pass these counts as 0-d tensors in the batch, such as batch['criterion.tokens'] = "
-    "torch.tensor(n). If layers process several views of each sample together, keep the views in the order of the "
-    "samples: use torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1) instead of "
-    "torch.cat([a, b]) and .chunk(2)"
+    "counts), or use one microbatch. A Trainer refuses the first two: omit num_microbatches, microbatch_size and "
+    "microbatch_tokens, so that each batch is one microbatch. If the loss is a sum of several means, you can also "
+    "return sums divided by the counts of the whole batch: pass these counts as 0-d tensors in the batch, such as "
+    "batch['criterion.tokens'] = torch.tensor(n). If layers process several views of each sample together, keep the "
+    "views in the order of the samples: use torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1) "
+    "instead of torch.cat([a, b]) and .chunk(2)"
 )
 
 
@@ -165,8 +166,8 @@ class _Search:
             raise ConfigurationError(
                 "the criterion returned a different loss for the same input when it was called again (does it count "
                 "its calls, or keep statistics?). A pipeline calls the criterion once per microbatch. Change the "
-                "criterion's state only between steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one "
-                "microbatch"
+                "criterion's state only between steps, pass PipelinePlugin(loss_reduction='microbatch') (not in a "
+                "Trainer), or use one microbatch"
             )
         if self.level == NOTHING and self.batch.rows == 1:
             return None  # all samples of a trial are equal
