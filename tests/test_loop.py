@@ -382,6 +382,46 @@ def test_methods_of_an_optimizer_are_tried_like_its_step() -> None:
     assert gap(PerturbingEach(model.parameters(), lr=0.1), model, False) <= SPARED
 
 
+def paused(options: dict[str, Any], removes: bool) -> list[Tensor]:
+    """The updated values after a loop has not trained the head for two of its steps: it has removed the head's group,
+    or has frozen the head."""
+    model = seeded()
+    groups = [{"params": model.layers.parameters()}, {"params": model.head.parameters(), "lr": 0.02}]
+    engine = boost(model, torch.optim.AdamW(groups, lr=0.01), **options)
+    head = list(engine.model.head.parameters())
+    for step in range(6):
+        if step in (2, 4):
+            engine.model.head.requires_grad_(removes or step == 4)
+        if step == 2 and removes:
+            engine.optimizer.param_groups.pop()
+        if step == 4 and removes:
+            engine.optimizer.add_param_group({"params": head, "lr": 0.02})
+        engine.execute_pipeline(iter([data(step)]))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    values = [parameter.detach().clone() for parameter in engine.optimizer.parameters]
+    if any(name.startswith("head") for name in engine.optimizer.names.values()):
+        with pytest.raises((UsageError, ValueError), match=r"already in a group|more than one parameter group"):
+            engine.optimizer.add_param_group({"params": head})
+    return values
+
+
+def paused_alike(options: dict[str, Any]) -> None:
+    for removed, frozen in zip(paused(options, removes=True), paused(options, removes=False), strict=True):
+        assert torch.equal(removed, frozen)
+
+
+@pytest.mark.turns
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"pp_size": 1, "dp_size": 2, "zero_stage": 1}]
+)
+def test_a_group_that_a_loop_has_removed_can_be_added_again(pool: Pool, options: dict[str, Any]) -> None:
+    """The parameters of a removed group still counted as parameters of a group. The rank that updates them raised an
+    error when the group was added again (16 bits, ZeRO)."""
+    pool.run(paused_alike, 2, options)
+
+
 def remembered() -> int:
     """The most entries that a cache of the traces has gained for eight sets of frozen parameters."""
     traces = boost(seeded()).model.pipeline.traces

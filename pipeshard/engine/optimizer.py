@@ -233,9 +233,10 @@ class PipelineOptimizer(Optimizer):
         if not fresh and len(self.optim.param_groups) <= len(self.given):
             return
         added = {name: self.gradients.weights[name] for name in fresh.values() if name in self.gradients.weights}
-        if twice := sorted(added.keys() & self.weights.keys()):
+        in_groups = {self.names[parameter] for parameter in self.parameters if parameter not in fresh}
+        if twice := sorted(added.keys() & in_groups):
             raise UsageError(f"{twice[0]} is already in a group of the optimizer: add each parameter only once")
-        self.weights |= added
+        self.weights |= added  # may contain them already, if a loop has removed their group
         self.gradients.updated |= added
         self._remember_groups(fresh)
         self.gradients.trained |= set(fresh.values())
