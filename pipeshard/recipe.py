@@ -256,8 +256,8 @@ def refuse_frozen_head(settings: Namespace) -> None:
 
 @contextmanager
 def in_settings() -> Iterator[None]:
-    """Context manager that replaces the names of the plugin's and the planner's arguments in errors with the names of
-    these settings."""
+    """Context manager that replaces, in errors, the names of the plugin's and the planner's arguments with the names of
+    the corresponding settings of the recipe."""
     try:
         yield
     except (ConfigurationError, PartitionError) as error:

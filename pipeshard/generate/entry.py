@@ -67,8 +67,8 @@ def arguments_by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: 
     given = bound.arguments
     if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given):
         raise UsageError(
-            f"{getattr(forward, '__qualname__', forward)} has positional-only or variadic parameters, so a pipeline "
-            "cannot generate with it. Declare a named parameter for each argument"
+            f"{getattr(forward, '__qualname__', forward)} receives arguments by positional-only parameters or *args, "
+            "so a pipeline cannot generate with it. Declare a named parameter for each argument"
         )
     more = {name: given.pop(name) for name in list(given) if kinds[name] is inspect.Parameter.VAR_KEYWORD}
     return dict(given) | {key: value for extra in more.values() for key, value in extra.items()}

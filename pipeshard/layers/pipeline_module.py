@@ -200,8 +200,9 @@ def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any
     """Raise ConfigurationError for DeepSpeed arguments that are not supported, and for an invalid `checkpointable`."""
     if topology is not None:
         raise ConfigurationError(
-            f"topology={topology!r} is not supported: set PipelinePlugin(pp_size=, dp_size=, tp_size=) instead, and "
-            "omit topology (loss_fn is the fourth argument, as in DeepSpeed)"
+            f"topology={topology!r} is not supported: omit topology, and set PipelinePlugin(pp_size=, dp_size=, "
+            "tp_size=) instead. If this value is the loss function, pass it as loss_fn=...: the third positional "
+            "argument is topology, as in DeepSpeed"
         )
     if checkpoint_func is not None:
         raise ConfigurationError(

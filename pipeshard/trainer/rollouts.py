@@ -61,10 +61,10 @@ class Rollouts:
                 )
         if (tokens := self.pipeline.config.microbatch_tokens) is not None:
             raise ConfigurationError(
-                f"{type(self).__name__} does not support microbatch_tokens={tokens}: its loss joins prompts and "
-                "completions with the padding of the whole batch, but microbatches would have less padding. Omit "
-                "microbatch_tokens, so that each accumulation step is a microbatch, or pass num_microbatches or "
-                "microbatch_size"
+                f"{type(self).__name__} does not support microbatch_tokens={tokens}: its loss concatenates prompts "
+                "and completions that are padded to the lengths of the whole batch, but microbatches would have less "
+                "padding. Omit microbatch_tokens, so that each accumulation step is a microbatch, or pass "
+                "num_microbatches or microbatch_size"
             )
         self._count_replicas()
 

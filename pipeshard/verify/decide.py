@@ -112,7 +112,8 @@ def prove_at_boost(
     every rank before sharding.
 
     Returns two texts: the first is for padded samples with an attention_mask, the second for padded samples without
-    one. Each text says how slices of the samples differ from whole samples or fail, or is "" if neither was found.
+    one. Each text says how slices of the samples differ from whole samples, or how the slices fail. The text is "" if
+    the slices neither differ nor fail.
 
     Raises, on all ranks:
 

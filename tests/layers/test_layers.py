@@ -596,7 +596,7 @@ def hooked(module: nn.Module) -> nn.Module:
         ([nn.Linear(2, 2)], {"partition_method": "best"}, "partition='best' is unknown"),
         ([nn.Linear(2, 2)], {"num_stages": 0}, "num_stages must be a positive integer, got 0"),
         ([nn.Linear(2, 2)], {"activation_checkpoint_interval": -1}, "activation_checkpoint_interval must be .* got -1"),
-        ([nn.Linear(2, 2)], {"topology": loss_fn}, "topology=.*loss_fn is the fourth argument"),
+        ([nn.Linear(2, 2)], {"topology": loss_fn}, "topology=.*pass it as loss_fn="),
         ([nn.Linear(2, 2)], {"activation_checkpoint_func": max}, "activation_checkpoint_func=.*Omit this argument"),
         (
             [nn.Linear(2, 2)],
