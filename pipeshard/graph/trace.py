@@ -31,7 +31,7 @@ from pipeshard.private import restore_meta_kernels
 logger = logging.getLogger("pipeshard")
 FAR_LENGTHS = (1001, 29)  # increases in length: the last check uses the first increase that the model accepts
 ROWS, LENGTH = 2, 8  # the minimum number of samples in a trace, and their maximum length (if the model accepts it)
-MOST_ELEMENTS = 2**26  # the model is traced with the batch's own lengths only if no tensor has more elements
+MOST_TRACED = 2**26  # the model is traced with the batch's own lengths only if no tensor has more elements
 
 
 @inside_pipeshard()
@@ -130,7 +130,7 @@ def _is_same_at(sample: Batch, tracer: Tracer, flow: Dataflow, general: Dataflow
     deltas = general.axes.deltas(sample)
     if deltas is None or is_of_transformers(tracer.model):
         return True
-    if max(map(math.prod, (_sizes(spec, deltas) for spec in _specs(general))), default=0) > MOST_ELEMENTS:
+    if max(map(math.prod, (_sizes(spec, deltas) for spec in _specs(general))), default=0) > MOST_TRACED:
         return True
     return _holds(tracer, flow, general, sample, real, [0] * len(deltas)) is not False
 
