@@ -35,6 +35,7 @@ ATTRIBUTES = {
         "_backward_pre_hooks",
         "_compiled_call_impl",
     ),
+    "torch.autograd.graph.Node": ("_sequence_nr",),
     "torch.optim.Optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     "torch.distributed.ProcessGroup": ("_device_types", "_get_backend"),
     "torch.distributed.distributed_c10d": ("_world",),
@@ -118,6 +119,17 @@ def test_a_version_counts_writes_in_place() -> None:
     emptied.data = torch.empty(0)  # shares the count, not the memory
     tensor.add_(1)
     assert emptied._version == tensor._version == before + 2
+
+
+def test_nodes_of_a_graph_have_different_numbers() -> None:
+    """A trace must not keep autograd's nodes alive, since they keep activations alive."""
+    weight = torch.ones(2, requires_grad=True)
+    once = weight * 2
+    twice = once * 2
+    assert once.grad_fn is not None and twice.grad_fn is not None
+    assert once.grad_fn._sequence_nr() != twice.grad_fn._sequence_nr()
+    (before, _), *_ = twice.grad_fn.next_functions
+    assert before is not None and before._sequence_nr() == once.grad_fn._sequence_nr()
 
 
 def test_views_share_the_handle_of_their_storage() -> None:

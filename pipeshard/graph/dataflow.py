@@ -12,7 +12,7 @@ from pipeshard.batch.tree import field_of
 from pipeshard.graph.places import PlacePath
 from pipeshard.graph.question import Question
 from pipeshard.graph.shapes import Axes, TensorSpec
-from pipeshard.graph.taint import Decision, Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
+from pipeshard.graph.taint import Decision, Hidden, Hook, Input, Kept, Tag, Used, Value
 from pipeshard.graph.unit_outputs import Part
 
 Wanted = bool | frozenset[str]  # True: the model's whole output; False: only the loss; or fields of the output
@@ -21,14 +21,12 @@ Wanted = bool | frozenset[str]  # True: the model's whole output; False: only th
 @dataclass(frozen=True)
 class Reads:
     """The dependencies of a call, the loss or an output: unit results, parameters that glue reads directly, leaves of
-    the batch, calls from which tensors escaped untracked, gradient hooks of glue, and places with state from an earlier
-    forward."""
+    the batch, calls from which tensors escaped untracked, and places with state from an earlier forward."""
 
     values: frozenset[Value] = frozenset()
     parameters: frozenset[str] = frozenset()
     inputs: frozenset[str] = frozenset()
     hidden: frozenset[int] = frozenset()
-    hooks: frozenset[int] = frozenset()
     kept: frozenset[str] = frozenset()
 
     @classmethod
@@ -38,7 +36,6 @@ class Reads:
             frozenset(tag.name for tag in tags if isinstance(tag, Used)),
             frozenset(tag.path for tag in tags if isinstance(tag, Input)),
             frozenset(tag.call for tag in tags if isinstance(tag, Hidden)),
-            frozenset(tag.hook for tag in tags if isinstance(tag, Hooked)),
             frozenset(tag.name for tag in tags if isinstance(tag, Kept)),
         )
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from pipeshard.errors import TraceError
 from pipeshard.graph.call_stack import running_modules, where
 from pipeshard.graph.indices import check_indices
-from pipeshard.graph.nodes import reached
+from pipeshard.graph.nodes import nodes_from, reached
 from pipeshard.graph.operators import (
     SCALAR,
     SHAPED,
@@ -73,25 +73,20 @@ class Kept:
     writer: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Hooked:
-    """A tensor whose gradient glue observes with hook number `hook`."""
-
-    hook: int
-
-
-Tag = Value | Used | Input | Hidden | Hooked | Kept
+Tag = Value | Used | Input | Hidden | Kept
 NO_TAGS: frozenset[Tag] = frozenset()
 FOR_ALL = -1
 
 
 class Hook(NamedTuple):
     """A gradient hook that glue registers at `line`, after `calls` unit calls. `home` is the Value on which the hook is
-    registered, or None if the hook is registered on a tensor that glue computed from Values."""
+    registered, or None if the hook is registered on a tensor that glue computed. `users` are the unit calls whose
+    backward passes add to the tensor's gradient. The number of all calls stands for the loss."""
 
     calls: int
     home: Value | None
     line: str
+    users: frozenset[int]
 
 
 class Decision(NamedTuple):
@@ -142,7 +137,8 @@ class Taint(DispatchMode):
         self.flops = self.elements = 0
         self.of_glue = 0  # flops of glue's operators on parameters since the last call
         self.is_checking = False
-        self.hooks: list[Hook] = []
+        self._hooked: list[tuple[int, Hook]] = []  # by the number of the tensor's node in autograd's graph
+        self._users: dict[int, set[int]] = {}  # for the number of each node of glue, the unit calls that use it
         self.aliases: dict[int, list[tuple[Tensor, frozenset[Tag]]]] = {}
         self._alive: list[Any] = []  # prevents reuse of addresses
 
@@ -175,7 +171,8 @@ class Taint(DispatchMode):
             self._note_shapes(func, args, inputs, result)
         for output in tensors_among((result,)):
             self._note_made(func, output, inputs)
-            self._add(output, tags)
+            if self.inside is None or func._schema.is_mutable or not self.of([output]):  # a view has known values
+                self._add(output, tags)
         if func._schema.is_mutable:
             for target in mutated(func, args, kwargs):
                 self.write(target, tags)
@@ -335,11 +332,22 @@ class Taint(DispatchMode):
         finally:
             self.inside = None
 
+    def use(self, tensors: Iterable[Any]) -> None:
+        """Record that the next unit call, or the loss, uses tensors, on all nodes of glue that then receive gradients.
+        A later hook on such a node receives these gradients, too."""
+        for node in nodes_from((getattr(tensor, "grad_fn", None) for tensor in tensors), until=self.nodes):
+            self._users.setdefault(node._sequence_nr(), set()).add(self.calls)
+
     def hook(self, tensor: Tensor) -> None:
-        """Record that glue observes the gradient of a tensor, if the tensor is computed from unit results."""
-        if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
-            self._add(tensor, frozenset({Hooked(len(self.hooks))}))
-            self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), where()))
+        """Record that glue observes the gradient of a tensor that glue or a unit has computed."""
+        if self.inside is None and tensor.grad_fn is not None:
+            hook = Hook(self.calls, self.homes.get(storage_of(tensor)), where(), frozenset())
+            self._hooked.append((tensor.grad_fn._sequence_nr(), hook))
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The gradient hooks of glue, with their users so far."""
+        return tuple(hook._replace(users=frozenset(self._users.get(node, ()))) for node, hook in self._hooked)
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """Record that a value with these tags is written to a tensor in place."""
@@ -373,6 +381,6 @@ class Taint(DispatchMode):
 
 def _only_parameters(tags: frozenset[Tag]) -> tuple[str, ...]:
     """The names of the parameters among `tags`, or () if a tag refers to anything that units compute."""
-    if any(isinstance(tag, Value | Hidden | Hooked) for tag in tags):
+    if any(isinstance(tag, Value | Hidden) for tag in tags):
         return ()
     return tuple(sorted(tag.name for tag in tags if isinstance(tag, Used)))

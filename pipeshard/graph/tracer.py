@@ -177,6 +177,7 @@ class Tracer:
         """The Dataflow of this run. `sealed` are the unit calls inside custom autograd functions, and `of_forward` are
         the decisions that were made before the criterion was called."""
         taint, rewritten, through = self.taint, self.taint.recipes.rewritten, len(self.calls)
+        taint.use([loss])
         late = self._use([], taint.decided.get(through, frozenset()))  # read by decisions after the last call
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
@@ -207,7 +208,7 @@ class Tracer:
             tail=taint.of_glue,
             touched=frozenset(taint.touched),
             questions=tuple(asked for asked in taint.recipes.questions if asked.is_count or not asked.paths <= watched),
-            hooks=tuple(taint.hooks),
+            hooks=taint.hooks,
             rewritten=rewritten,
             together=tuple(self.groups.spans),
             valued=frozenset(self.kinds.valued),
@@ -235,6 +236,7 @@ class Tracer:
             check_call(unit, args, self.calls, self.rows)
         leaves, tree = tree_flatten((args, kwargs))
         taint.read_shape(leaves)
+        taint.use(leaves)
         self._use(leaves)
         kind = self.kinds.of(UnitCall(unit, self.units[unit], original, leaves, tree), taint)
         self.draw(2 * (index + 1))

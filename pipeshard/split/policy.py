@@ -266,18 +266,17 @@ def _last_stage_can_decide(model: nn.Module, flow: Dataflow) -> bool:
 
 def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:
     """Raise TraceError for a gradient hook of glue that would not receive the full gradient exactly once. Every stage
-    that reads the tensor registers the hook, and the stage that computed the tensor may also register it."""
-    ends = {stage: k for k, stage in enumerate(stages)}
-    for number, hook in enumerate(flow.hooks):
-        readers = {stage for call, stage in zip(flow.calls, stages) if number in call.reads.hooks}
-        readers |= {num_stages - 1} if flow.loss is not None and number in flow.loss.hooks else set()
-        first = stages[hook.home.call] if hook.home is not None else min(readers, default=0)
-        passing = {s for s in range(first, max(readers, default=0)) if ends.get(s, -1) >= hook.calls}
-        if len(readers | (passing if hook.home is not None else set())) > 1:
+    that uses the tensor registers the hook, and the stage that computed the tensor may also register it."""
+    last, ends = num_stages - 1, {stage: k for k, stage in enumerate(stages)}
+    for hook in flow.hooks:
+        users = {(*stages, last)[call] for call in hook.users}
+        registering = {last} | {stage for stage, end in ends.items() if end >= hook.calls}
+        passing = set() if hook.home is None else registering & {*range(stages[hook.home.call], max(users, default=0))}
+        if users and (len(users | passing) > 1 or not users <= registering):
             raise TraceError(
-                f"the model registers a gradient hook on a tensor that several stages use ({hook.line}), but each of "
-                "these stages has only a part of the tensor's gradient. Register the hook on a tensor inside a layer, "
-                "or cut elsewhere (partition=[...])"
+                f"the model registers a gradient hook on a tensor ({hook.line}), but no single stage that registers "
+                "the hook has the tensor's full gradient. Register the hook on a tensor inside a layer, or cut "
+                "elsewhere (partition=[...])"
             )
 
 

@@ -194,7 +194,18 @@ CASES = {
         nets.ListeningGlue,
         "Glue scales a gradient by a hook, and two stages run that glue: it was scaled twice.",
         options={"partition": [4, 4]},
-        refused="gradient hook on a tensor that several stages use",
+        refused="no single stage that registers the hook has the tensor's full gradient",
+    ),
+    "listening late": Case(
+        nets.ListeningLate,
+        "A layer of stage 0 uses a tensor of glue, and then glue hooks it: stage 0 had no hook, and was not seen.",
+        options={"partition": [3, 3]},
+        refused="no single stage that registers the hook has the tensor's full gradient",
+    ),
+    "hidden views": Case(
+        nets.HiddenViews,
+        "A layer views a tensor that it finds in an object: the tensor then counted as escaped from this layer.",
+        options={"partition": [3, 3]},
     ),
     "steps by labels": Case(
         nets.StepsByLabels, "An odd or even sum of labels decides on a skip connection.", ordinary(4)

@@ -507,6 +507,35 @@ class ListeningGlue(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
+class ListeningLate(Net):
+    """Glue hooks a tensor of its own that the first layer has used, and the last layer uses."""
+
+    def body(self, x: Tensor) -> Any:
+        first = x * 2.0
+        y = self.layers[0](first)
+        if first.requires_grad:
+            first.register_hook(lambda gradient: 0.1 * gradient)
+        for layer in self.layers[1:]:
+            y = layer(y)
+        return y + first
+
+
+class HiddenViews(Net):
+    """Layers read and set the tensor in an object; glue reads the first of these tensors again."""
+
+    class block(Block):
+        def forward(self, carried: Any) -> Any:
+            carried.x = super().forward(carried.x)
+            return carried
+
+    def body(self, x: Tensor) -> Any:
+        first = x.relu()
+        carried = SimpleNamespace(x=first)
+        for layer in self.layers:
+            carried = layer(carried)
+        return carried.x + first
+
+
 class StepsByLabels(Net):
     """Glue reads a number off the labels, and goes another way by it."""
 
