@@ -188,8 +188,8 @@ class Ownership:
     def owner(self, name: str) -> int:
         """The stage that has the current value of a parameter or buffer.
 
-        The owner is the first stage that holds the tensor or, if there is none, the first stage that runs the tensor's
-        unit. For a buffer that glue computes from results of units, and on which neither the loss nor the outputs
+        The owner is the first stage that holds the tensor or, if there is none, the stage that runs the tensor's unit
+        last. For a buffer that glue computes from results of units, and on which neither the loss nor the outputs
         depend, the owner is the stage of the last unit that reads the buffer. For any other buffer outside all units,
         the owner is the last stage, since only the last stage runs all glue.
         """
@@ -197,7 +197,7 @@ class Ownership:
         updates = [place for place in self.flow.carried if place.makers and f"{place.name}.".startswith(prefix)]
         readers = {call for place in updates for call in place.readers}
         last = -1 if -1 in readers or not readers else self.partition.of_calls(self.flow)[max(readers)]
-        return min(self.holders(name) or self._running(name), default=self.placement[last])
+        return min(self.holders(name) or self._running(name)[-1:], default=self.placement[last])
 
     def initializer(self, name: str) -> int:
         """The stage from which all holders of a parameter copy its initial value.

@@ -202,6 +202,11 @@ CASES = {
         options={"partition": [3, 3]},
         refused="no single stage that registers the hook has the tensor's full gradient",
     ),
+    "keeping twice": Case(
+        nets.KeepsTwice,
+        "Two stages call one layer, which keeps its last result: the proof compared that of the first stage.",
+        options={"partition": [3, 4], "verify": True},
+    ),
     "hidden views": Case(
         nets.HiddenViews,
         "A layer views a tensor that it finds in an object: the tensor then counted as escaped from this layer.",

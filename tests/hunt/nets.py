@@ -520,6 +520,21 @@ class ListeningLate(Net):
         return y + first
 
 
+class KeepsTwice(Net):
+    """Layers keep a number of their last result; the first layer is also called after the last."""
+
+    class block(Block):
+        kept: Any = None
+
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            self.kept = y.square().mean()
+            return y
+
+    def body(self, x: Tensor) -> Any:
+        return self.layers[0](super().body(x))
+
+
 class HiddenViews(Net):
     """Layers read and set the tensor in an object; glue reads the first of these tensors again."""
 
