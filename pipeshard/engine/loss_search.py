@@ -248,6 +248,10 @@ class _Search:
             if path in self.read and path not in labels:
                 ignored = dict.fromkeys([padding_token(self.model) or 0, 0, *self._ignored(path)])
                 yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
+        for path in labels:  # any other class
+            classes = sorted({*self.samples.pools[path].tolist()} - {*self._ignored(path)})
+            if classes and classes[-1] < SPAN:
+                yield from (LossRule(path, shift, ignore) for ignore in classes for shift in (0, 1))
 
     def _labels(self) -> list[str]:
         """The paths of the labels that the loss reads. If no leaf has a label's name, returns all integer leaves that
@@ -261,10 +265,10 @@ class _Search:
         return path != MASK and MASK in self.read and mask is not None and mask.shape == labels.shape
 
     def _ignored(self, path: str) -> list[int]:
-        """The labels that may mean "no label". GPU kernels abort if a label is out of range. So on a GPU, negative
-        labels are tried with a criterion only if the batch contains them."""
+        """The labels that may mean "no label". GPU kernels abort if a label is out of range. So on a GPU, a negative
+        label is tried only if the batch contains it, unless the loss is one of transformers' own."""
         observed = set(self.samples.pools[path].tolist())
-        if self.criterion is None:
+        if self.sizes is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
         padding = padding_token(self.model)
         largest = int(self.samples.pools[path].max())

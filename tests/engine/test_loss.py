@@ -44,10 +44,11 @@ def cross_entropy(**options: object) -> Criterion:
     ("criterion", "expected"),
     [
         (cross_entropy(ignore_index=0), LossRule("labels", 0, 0)),
+        (cross_entropy(ignore_index=3), LossRule("labels", 0, 3)),
         (cross_entropy(reduction="sum"), LossRule(summed=True)),
         (lambda out, data: out.logits.square().mean(), LossRule()),
     ],
-    ids=["padding", "sum", "samples"],
+    ids=["padding", "class", "sum", "samples"],
 )
 def test_criteria_of_one_s_own(criterion: Criterion, expected: LossRule) -> None:
     assert rule("llama", criterion) == expected

@@ -538,6 +538,12 @@ CASES = {
         labels.marked(-1, first=1),
         {"num_microbatches": 2},
     ),
+    "padding 0": Case(
+        labels.Padded, "A model's own loss leaves out the label 0, without a config that says so: it was refused."
+    ),
+    "any class": Case(
+        labels.Unpadded, "A loss leaves out a class that is neither 0 nor fills the ends of rows: it was refused."
+    ),
     "labels of 255": Case(
         labels.Unlabelled,
         "The same for 255, as in data for segmentation: a segformer was refused.",

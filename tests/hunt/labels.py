@@ -23,6 +23,14 @@ class Unlabelled(Ignoring):
     ignored = 255
 
 
+class Padded(Ignoring):
+    ignored = 0
+
+
+class Unpadded(Ignoring):
+    ignored = 3
+
+
 def marked(mark: int, first: int = 0) -> Sequence[dict[str, Tensor]]:
     """Three batches; from the `first` on samples have different numbers of labels."""
     batches = [data(seed, length=length) for seed, length in enumerate((6, 6, 8))]
