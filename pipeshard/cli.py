@@ -387,10 +387,7 @@ def crash(folder: str) -> None:
     """Explain a failure from the reports (rank-0.json, ...) that the ranks wrote to FOLDER, usually `crash`."""
     from pipeshard.distributed.crash import page
 
-    try:
-        click.echo("\n".join(page(Path(folder))))
-    except PipeshardError as error:
-        raise click.ClickException(str(error)) from error
+    click.echo("\n".join(page(Path(folder))))
 
 
 def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:

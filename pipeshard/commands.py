@@ -134,10 +134,10 @@ def _slices(plan: Plan, estimates: Sequence[InSlices]) -> Table:
     for name in ("slices", "step", "idle", "memory", *(["fits"] if estimates[0].limits else [])):
         table.add_column(name, justify="right")
     for found in estimates:
-        in_seconds = plan.unit == "seconds"
-        time = f"{_digits(found.time)} s" if in_seconds else f"{found.time / plan.num_microbatches:.3f}"
         fits = [_FITS[found.fits]] if found.limits else []
-        table.add_row(str(found.n), time, f"{found.bubble:.1%}", format_bytes(found.peak), *fits)
+        table.add_row(
+            str(found.n), _step_time(plan, found.time), f"{found.bubble:.1%}", format_bytes(found.peak), *fits
+        )
     return table
 
 
@@ -149,11 +149,15 @@ def _line(plan: Plan, estimate: Estimate) -> list[str]:
     if estimate.problem:
         return [estimate.name, *["-"] * (5 + _has_speed(plan)), UNUSABLE]
     speed = [f"{plan.tokens / estimate.time:,.0f}"] if _has_speed(plan) else []
-    time = f"{_digits(estimate.time)} s" if plan.unit == "seconds" else f"{estimate.time / plan.num_microbatches:.3f}"
     fits = _FITS[estimate.fits] + "*" * estimate.moved
     mark = "recommended" if estimate.name == plan.recommended else ""
     peak = format_bytes(estimate.peak)
-    return [estimate.name, time, *speed, f"{estimate.bubble:.1%}", str(estimate.fullest), peak, fits, mark]
+    time, idle = _step_time(plan, estimate.time), f"{estimate.bubble:.1%}"
+    return [estimate.name, time, *speed, idle, str(estimate.fullest), peak, fits, mark]
+
+
+def _step_time(plan: Plan, time: float) -> str:
+    return f"{_digits(time)} s" if plan.unit == "seconds" else f"{time / plan.num_microbatches:.3f}"
 
 
 _FITS = {None: "", True: "yes", False: "no"}
@@ -201,15 +205,15 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
     except Proven as proven:
         return proven
     except PipeshardError as error:
-        return Proven(Proof(UNPROVEN, summary(error)), path.name)
+        why = summary(error)
     except SystemExit as ended:
-        return Proven(
-            Proof(UNPROVEN, f"the script exited with {ended.code!r} before it called booster.boost"), path.name
-        )
+        why = f"the script exited with {ended.code!r} before it called booster.boost"
     except Exception as error:  # raised by the script
         sys.stderr.write(traceback.format_exc())
-        return Proven(Proof(UNPROVEN, f"the script raised {summary(error)}"), path.name)
-    return Proven(Proof(UNPROVEN, "the script ended without calling booster.boost"), path.name)
+        why = f"the script raised {summary(error)}"
+    else:
+        why = "the script ended without calling booster.boost"
+    return Proven(Proof(UNPROVEN, why), path.name)
 
 
 def prove_model(
