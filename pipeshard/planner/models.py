@@ -152,13 +152,11 @@ def _config(source: str, fields: dict[str, Any], trust_remote_code: bool, option
             unknown = unknown.keys() & fields.keys()
         else:
             config = AutoConfig.for_model(source, **given)
-            known = AutoConfig.for_model(source)
-            unknown = {key for key in fields if not hasattr(known, key) and not _reads(config, key)}
+            plain = AutoConfig.for_model(source)
+            unknown = {key for key in fields if not hasattr(plain, key) and not _reads(config, key)}
     if unknown:
-        key = min(unknown)
-        close = difflib.get_close_matches(key, [name for name in config.to_dict() if name not in fields], n=2)
-        hint = f": did you mean {' or '.join(close)}?" if close else ""
-        raise ConfigurationError(f"{type(config).__name__} has no field {key}{hint}")
+        key, known = min(unknown), config.to_dict().keys() - fields.keys()
+        raise ConfigurationError(f"{type(config).__name__} has no field {key}: {hint(key, sorted(known))}")
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any token will do
     return config
@@ -197,8 +195,8 @@ def _what(source: str, path: Path, fields: dict[str, Any], error: Exception) -> 
     if source in types:
         return f"the config of {source} does not support these fields: {summary(error)}"
     close = difflib.get_close_matches(source, types, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "llama, gpt2, t5, vit, ..."
-    return f"{source} is not a folder, a config.json or a transformers model type ({hint})"
+    names = f"did you mean {' or '.join(close)}?" if close else "llama, gpt2, t5, vit, ..."
+    return f"{source} is not a folder, a config.json or a transformers model type ({names})"
 
 
 def _field(text: str) -> tuple[str, Any]:
