@@ -202,13 +202,11 @@ def merged_description(descriptions: list[Content]) -> tuple[Content, dict[str, 
 
 def _refuse_uneven(counts: list[int]) -> None:
     """Raise CheckpointError if the number of groups differs between ranks."""
-    for rank, count in enumerate(counts):
-        if count != counts[0]:
-            raise CheckpointError(
-                f"the optimizer's number of parameter groups is {counts[0]} on rank 0, but {count} on rank {rank}: "
-                "call optimizer.add_param_group on every rank, with the same parameters, including parameters that the "
-                "rank does not hold"
-            )
+    if len(set(counts)) > 1:
+        raise CheckpointError(
+            f"the optimizer's numbers of parameter groups on the ranks are {counts}: call optimizer.add_param_group on "
+            "every rank, with the same parameters, including parameters that the rank does not hold"
+        )
 
 
 def _compared(group: Mapping[str, Any]) -> dict[str, str]:
