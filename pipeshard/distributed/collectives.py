@@ -265,28 +265,22 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
     return local(placed)
 
 
-def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError unless all ranks are in the same call. `calls` contains, for each rank, the hash of the call's
-    name and the number of the call."""
-    if len(set(calls)) > 1:
-        names = gather_objects(own_progress().call, group)
-        table = "; ".join(f"{named(r)}: {name} (call {calls[r][1]})" for r, name in enumerate(names))
-        raise UsageError(
-            f"the ranks make different calls: {table}. Every rank must make the collective calls of the plugin, the "
-            "optimizer and the booster in the same order: check for calls that only some ranks make"
-        )
-
-
 MOST_NUMBERS = 10  # the largest number of values that a rank can pass to `meet`
 
 
 def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
     """Gather the `numbers` (at most MOST_NUMBERS) of every rank at the beginning of a collective call. Every rank
     raises UsageError if the ranks are in different calls."""
-    call = zlib.crc32(own_progress().call.encode()), own_progress().number
-    message = torch.tensor([*call, *numbers, *[0] * (MOST_NUMBERS - len(numbers))])
+    name, number = own_progress().call, own_progress().number
+    message = torch.tensor([zlib.crc32(name.encode()), number, *numbers, *[0] * (MOST_NUMBERS - len(numbers))])
     rows = gather(message, group).tolist()
-    compare_calls([tuple(row[:2]) for row in rows], group, named)
+    if any(row[:2] != rows[0][:2] for row in rows):
+        calls = gather_objects((name, number), group)
+        table = "; ".join(f"{named(rank)}: {call} (call {k})" for rank, (call, k) in enumerate(calls))
+        raise UsageError(
+            f"the ranks make different calls: {table}. Every rank must make the collective calls of the plugin, the "
+            "optimizer and the booster in the same order: check for calls that only some ranks make"
+        )
     return [row[2 : 2 + len(numbers)] for row in rows]
 
 
