@@ -129,14 +129,11 @@ class PipelineAccelerator(Accelerator):
 
     def _communicates(self) -> bool:
         """Count a call that gathers, and return whether it communicates."""
-        self._count_gather()
+        self.gathers += self.num_processes > 1
         if self.is_muted or self.num_processes == 1:
             return False
         self._refuse_uneven()
         return True
-
-    def _count_gather(self) -> None:
-        self.gathers += self.num_processes > 1
 
     def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
         if self._communicates():
@@ -157,8 +154,7 @@ class PipelineAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather from replicas, and omit samples that were repeated at the end of an epoch. For objects, returns a
         list."""
-        self._count_gather()
-        if self.is_muted:
+        if not self._communicates() and self.is_muted:
             return recursively_apply(_ones, input_data)
         try:
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
