@@ -28,6 +28,8 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessorList,
     MaxTimeCriteria,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -241,6 +243,38 @@ def test_a_cache_without_a_config_is_filled(
     """A later stage also created the entries of earlier layers, which stayed empty there: its masks had other lengths,
     and padded prompts gave wrong tokens without an error."""
     assert pool.run(filling, p, name, options, num_microbatches) == [[]] * p
+
+
+def minimax() -> MiniMaxForCausalLM:
+    """A model whose forward creates a cache that knows no config."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ["full_attention", "linear_attention"] * 3
+    config = MiniMaxConfig(
+        vocab_size=256, num_hidden_layers=6, layer_types=kinds, head_dim=8, num_local_experts=2, block_size=4, **sizes
+    )
+    config.pad_token_id, config.initializer_range = 0, 0.4
+    return MiniMaxForCausalLM(config)
+
+
+def created_in_forward() -> list[str]:
+    model = minimax()
+    alone = copy.deepcopy(model).eval()
+    split = boosted(model, "llama-tied")
+    modes = {mode: MODES[mode] for mode in ("scores", "beams")}
+    return [
+        mode
+        for mode, asked in modes.items()
+        if not is_same(generated(split, "llama-tied", **asked), generated(alone, "llama-tied", **asked))
+    ]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("p", [2, 3])
+def test_a_cache_that_the_forward_creates_without_a_config_is_filled(pool: Pool, p: int) -> None:
+    """The forward of MiniMax creates a cache without a config. A later stage counted the entries of earlier layers,
+    which its own layers had created empty, as its own: the lengths of padded prompts were wrong, without an error."""
+    assert pool.run(created_in_forward, p) == [[]] * p
 
 
 def continued(model: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeshard.errors import TraceError
 from pipeshard.generate.described import SMALL, describe, dtype_of, restore, spec_of
 from pipeshard.hf import is_cache
+from pipeshard.private import tree_tensors
 
 EntryPath = tuple[str | int, ...]
 
@@ -46,13 +47,17 @@ class Entries:
     def changes(self) -> list[Any]:
         """The entries that the forward has changed on this rank, as plain data for `update` on other ranks."""
         changed = {p: e for p, e in _entries(self.cache) if self._before.get(p, _NONE) != _signature(e)}
-        self._own |= changed.keys()
-        return [[path, _described(entry)] for path, entry in changed.items()]
+        blank = {p for p, e in changed.items() if p not in self._before and _is_blank(e)}
+        self._own |= changed.keys() - blank
+        return [[path, _described(entry), path in blank] for path, entry in changed.items()]
 
     def update(self, changes: list[Any]) -> None:
-        """Create ghosts for entries that another rank has changed, except entries that this rank has written itself."""
-        for steps, told in changes:  # JSON has turned the path into a list
-            if (path := tuple(steps)) not in self._own:
+        """Create ghosts for entries that another rank has changed, except entries that this rank has written itself.
+        A blank entry, which a layer creates in passing for an earlier layer of another rank, replaces no other."""
+        here = {path for path, _ in _entries(self.cache)}
+        for steps, told, is_blank in changes:  # JSON has turned the path into a list
+            path = tuple(steps)
+            if path not in self._own and not (is_blank and path in here):
                 self._set(path, told)
 
     def adopt(self, other: "Entries") -> None:
@@ -128,6 +133,11 @@ def _signature(value: Any) -> Any:
         return value
     inside = getattr(value, "__dict__", None)
     return id(value) if inside is None else (type(value), _signature(inside))
+
+
+def _is_blank(entry: Any) -> bool:
+    """Whether an entry holds no tensors."""
+    return not tree_tensors(getattr(entry, "__dict__", entry))
 
 
 def _described(entry: Any) -> Any:
