@@ -928,6 +928,28 @@ def test_a_cache_that_only_later_stages_create_is_refused(pool: Pool) -> None:
         assert "BartForConditionalGeneration creates a cache in its forward" in message and "use_cache=False" in message
 
 
+def guided_by_chunks() -> str:
+    model, options = zoo.build("llama-tied"), GREEDY | {"guidance_scale": 1.5}
+    alone = copy.deepcopy(model).eval()
+    split = boosted(model, "llama-tied", schedule="interleaved", num_model_chunks=2)
+    made, expected = (generated(each, "llama-tied", use_cache=False, **options) for each in (split, alone))
+    assert is_same(made, expected)
+    with pytest.raises(PipeshardError) as caught:
+        generated(split, "llama-tied", **options)
+    return str(caught.value)
+
+
+@pytest.mark.turns
+def test_a_cache_that_several_stages_of_a_rank_create_is_refused(pool: Pool) -> None:
+    """Guidance calls the model without a cache, and each stage of a rank created one. The error named microbatches, and
+    asked for num_microbatches=1, with which it was raised again."""
+    for message in pool.run(guided_by_chunks, 2):
+        assert (
+            "LlamaForCausalLM creates a cache in its forward, but the caches of several stages of a rank cannot be "
+            "merged: call model.generate(..., use_cache=False)" in message
+        )
+
+
 def plain_module() -> bool:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     plugin = PipelinePlugin(2, num_microbatches=1, dry_run_input=(torch.randn(2, 4),), verify=False)

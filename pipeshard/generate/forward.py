@@ -184,9 +184,13 @@ class Forward:
             if not is_cache(value) or id(value) in self._used or id(value) in self._parts:
                 continue
             if self._parts:
+                has_stages = len(self.pipeline.stages.whole) > 1  # each stage of this rank creates a cache
+                of, remedy = (
+                    ("stages of a rank", "use_cache=False") if has_stages else ("microbatches", "num_microbatches=1")
+                )
                 raise UsageError(
                     f"{type(self.pipeline.model).__name__} creates a cache in its forward, but the caches of several "
-                    "microbatches cannot be merged: call model.generate(..., num_microbatches=1)"
+                    f"{of} cannot be merged: call model.generate(..., {remedy})"
                 )
             if id(value) not in self._caches:
                 self._caches[id(value)] = Entries(value)  # keeps the cache alive, so that its id is not reused
