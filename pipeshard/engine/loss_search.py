@@ -155,14 +155,14 @@ class _Search:
         `known`, only this rule is tried, and only at the batch's sizes. With `shortens=False`, samples keep all
         positions of the batch's samples."""
         self.valid, self.side_outputs = valid, side_outputs
-        self._sized: dict[tuple[int, int], tuple[Batch, FewSamples, LossTrial]] = {}
+        self._sized: dict[tuple[int, int], tuple[Batch, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)[not shortens :]
         for self.cuts in (CUTS, HALVES):
-            if any(self._can_try(source, side_outputs) for source in sources):
+            if any(map(self._can_try, sources)):
                 break
         else:
             return None
-        if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0), self.kind):
+        if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0)):
             raise ConfigurationError(
                 "the criterion returned a different loss for the same input when it was called again (does it count "
                 "its calls, or keep statistics?). A pipeline calls the criterion once per microbatch. Change the "
@@ -194,30 +194,31 @@ class _Search:
         is_shorter = self.flow.axes.shortened(self.batch, LENGTH) is not self.batch
         return is_shorter and self.failure is None and self._needs(self.batch, ROWS) <= MOST_DRAWN
 
-    def _can_try(self, source: Batch, side_outputs: bool) -> bool:
-        """Whether samples of `source` give a finite loss. Also sets `samples`, `trial`, `kind` (the distribution of
-        unit results) and `level` (how much of the batch is random)."""
+    def _can_try(self, source: Batch) -> bool:
+        """Whether samples of `source` give a finite loss. Also sets `samples`, `trial` and `level` (how much of the
+        batch is random)."""
         kinds = {leaf.dtype for call in self.flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec)}
         ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
-        return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
+        return any(self._can_try_in(precise, source) for precise in ways)
 
-    def _samples(self, source: Batch, count: int = ROWS) -> FewSamples:
+    def _trial(self, source: Batch, precise: bool, count: int = ROWS) -> LossTrial:
         reads = self.read, self.flow.consulted
-        return FewSamples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
+        samples = FewSamples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
+        return LossTrial(self.model, self.flow, samples, self.criterion, self.side_outputs, precise)
 
-    def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
+    def _can_try_in(self, precise: bool, source: Batch) -> bool:
         """As `_can_try`, but in fp32 if `precise`, and otherwise in the dtypes of the trace. Some glue accepts only
         16-bit dtypes, or itself rounds to 16 bits."""
         try:
-            self.samples = self._samples(source)
-            self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
+            self.trial = self._trial(source, precise)
         except (TraceError, ConfigurationError) as error:
             logger.debug("a trial of the loss failed: %s", error)
             self.failure = error
             return False
-        for self.kind, self.level in itertools.product((NORMAL, PROBABILITIES), range(NOTHING + 1)):
+        self.samples = self.trial.samples
+        for self.trial.kind, self.level in itertools.product((NORMAL, PROBABILITIES), range(NOTHING + 1)):
             if (losses := self._losses(LossRule(), 0)) is not None and losses.is_finite:
-                if precise and self.trial.rounds(self._drawn(LossRule(), 0), self.kind):
+                if precise and self.trial.rounds(self._drawn(LossRule(), 0)):
                     return False
                 self.counted, self.failure = losses.whole.denominator is not None, None
                 return True
@@ -288,7 +289,7 @@ class _Search:
         if telling is None or telling < TELLING:
             return False
         fits = FITS if self.sizes is None else (*FITS, MISFIT)
-        if self.kind == NORMAL and not all(self._holds(rule, 0, fit) for fit in fits):
+        if self.trial.kind == NORMAL and not all(self._holds(rule, 0, fit) for fit in fits):
             return False
         return self._slopes_hold(rule) and self._holds_without_valid(rule) and self._holds_at_sizes(rule)
 
@@ -333,7 +334,7 @@ class _Search:
 
     def _without_valid(self, batch: Batch, path: str, ignore: float, start: int) -> Losses | None:
         """The losses of `batch` and of its two parts, with no valid entry in `path` in the samples from `start` on."""
-        return self.trial.measure(without_valid(batch, path, ignore, start), self.cuts[0], 0, self.kind)
+        return self.trial.measure(without_valid(batch, path, ignore, start), self.cuts[0], 0)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
         """Whether the rule also holds for gradients. A rule that holds for losses may not hold for gradients: a loss
@@ -418,15 +419,14 @@ class _Search:
         key = id(source), rows
         try:
             if key not in self._sized:
-                samples = self._samples(source, rows)
-                how = self.criterion, self.side_outputs, self.trial.precise
-                self._sized[key] = source, samples, LossTrial(self.model, self.flow, samples.few, *how)
+                self._sized[key] = source, self._trial(source, self.trial.precise, rows)
         except Exception as error:  # raised by the model, which may reject longer samples
             logger.debug("the loss could not be tried on %d samples: %s", rows, error)
             return None
-        _, samples, trial = self._sized[key]
+        _, trial = self._sized[key]
+        trial.kind = self.trial.kind
         cuts = enumerate((part, rows - part) * AT_SIZES)
-        trials = (trial.measure(self._drawn(rule, number, samples), at, number, self.kind) for number, at in cuts)
+        trials = (trial.measure(self._drawn(rule, number, trial.samples), at, number) for number, at in cuts)
         telling = _telling(rule, trials, AT_SIZES, LOOSER, gives_up=False)
         return None if telling == 0 else telling is not None
 
@@ -437,7 +437,7 @@ class _Search:
 
     def _losses(self, rule: LossRule, number: int, fit: float = 0.0, sloping: bool = False) -> Losses | None:
         at = self.cuts[number % len(self.cuts)]
-        return self.trial.measure(self._drawn(rule, number), at, number, self.kind, fit, sloping)
+        return self.trial.measure(self._drawn(rule, number), at, number, fit, sloping)
 
     def _drawn(self, rule: LossRule, number: int, samples: FewSamples | None = None) -> Batch:
         samples = samples or self.samples
@@ -448,7 +448,7 @@ class _Search:
     def _counts_alike(self) -> bool:
         """Whether the criterion returns the same count for different unit results."""
         batch = self.samples.draw(self.level, 0)
-        losses = [self.trial.measure(batch, self.cuts[0], seed, self.kind) for seed in range(TELLING)]
+        losses = [self.trial.measure(batch, self.cuts[0], seed) for seed in range(TELLING)]
         return len({None if loss is None else loss.whole.denominator for loss in losses}) == 1
 
 

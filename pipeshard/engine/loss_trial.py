@@ -138,10 +138,7 @@ class FewSamples:
         labels towards the end, since code that processes chunks of positions may fail for a chunk without labels."""
         generator = torch.Generator().manual_seed(number)
 
-        def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
-            if name != path:
-                return leaf
-            leaf = leaf.movedim(dim or 0, 0).clone()
+        def relabel(leaf: Tensor) -> Tensor:
             valid = 2 if ignore == 1 else 1
             is_invalid = leaf.isnan() if math.isnan(ignore) else leaf < 0 if ignore < 0 else leaf == ignore
             leaf = torch.where(is_invalid, valid, leaf)
@@ -158,22 +155,28 @@ class FewSamples:
                 keep = torch.randint(fewest, leaf.shape[1] + 1, (batch.rows,), generator=generator).tolist()
                 for k, row in enumerate(leaf):  # a sample's rows (codebooks) have equally many valid labels
                     row[keep[k * batch.rows // len(leaf)] :] = ignore
-            return leaf.movedim(0, dim or 0)
+            return leaf
 
-        return batch.map(relabel)
+        return _relabelled(batch, path, relabel)
 
 
 def without_valid(batch: Batch, path: str, ignore: float, at: int) -> Batch:
     """`batch` with all labels at `path` set to `ignore` in the samples from index `at` on."""
 
-    def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
-        if name != path:
-            return leaf
-        leaf = leaf.movedim(dim or 0, 0).clone()
+    def relabel(leaf: Tensor) -> Tensor:
         leaf[at * len(leaf) // batch.rows :] = ignore
-        return leaf.movedim(0, dim or 0)
+        return leaf
 
-    return batch.map(relabel)
+    return _relabelled(batch, path, relabel)
+
+
+def _relabelled(batch: Batch, path: str, relabel: Callable[[Tensor], Tensor]) -> Batch:
+    """`batch` with the leaf at `path` replaced by `relabel(copy)`. The first dimension of this copy counts samples."""
+
+    def map_leaf(name: str, leaf: Tensor, dim: int | None) -> Tensor:
+        return leaf if name != path else relabel(leaf.movedim(dim or 0, 0).clone()).movedim(0, dim or 0)
+
+    return batch.map(map_leaf)
 
 
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
@@ -363,24 +366,25 @@ class LossTrial:
     The unit results on which the loss depends are random, and all other unit results are zeros. Side outputs of units
     are random only with `side_outputs`. The two parts reuse the unit results and glue's random numbers from the run on
     all samples. If a unit itself returns a loss, this unit also runs, with random weights if another stage holds it. If
-    the trial is `precise`, fp32 replaces 16-bit dtypes, which would hide an error of 1 %.
+    the trial is `precise`, fp32 replaces 16-bit dtypes, which would hide an error of 1 %. `kind` is the distribution of
+    unit results.
     """
 
     def __init__(
         self,
         model: nn.Module,
         flow: Dataflow,
-        samples: Batch,
+        samples: FewSamples,
         criterion: Criterion | None,
         side_outputs: bool,
         precise: bool,
     ) -> None:
-        self.precise = precise
+        self.precise, self.kind = precise, NORMAL
         self.model, self.flow, self.samples, self.criterion = model, flow, samples, criterion
-        self.glue = Glue(model, criterion, samples.device)
+        self.glue = Glue(model, criterion, samples.few.device)
         self.failure: Exception | None = None  # the error of the last failed trial
         self._flows: dict[range, tuple[Dataflow, tuple[int, ...]]] = {}
-        whole, deltas = self._flow(range(samples.rows))
+        whole, deltas = self._flow(range(samples.few.rows))
         values = set(whole.loss.values) if whole.loss else set[Value]()
         self.running = {value.call for value in values if not (whole.is_aside(value) or whole.spec(value).at(deltas))}
         for call in self.running:
@@ -390,20 +394,18 @@ class LossTrial:
     @property
     def elements(self) -> int:
         """The number of random elements in the unit results."""
-        whole, deltas = self._flow(range(self.samples.rows))
+        whole, deltas = self._flow(range(self.samples.few.rows))
         return sum(math.prod(whole.spec(value).at(deltas)) for value in self.random)
 
-    def rounds(self, batch: Batch, kind: int) -> bool:
+    def rounds(self, batch: Batch) -> bool:
         """Whether glue itself rounds to 16 bits. If it does, the loss does not change when unit results are first
         rounded to bf16."""
-        results = self._random_results(0, kind)
+        results = self._random_results(0)
         rounded = {key: result.bfloat16().float() for key, result in results.items()}
         losses = [self._measure(batch, range(batch.rows), each, SharedDraws()) for each in (results, rounded)]
         return losses[0] == losses[1]
 
-    def measure(
-        self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
-    ) -> Losses | None:
+    def measure(self, batch: Batch, at: int, seed: int, fit: float = 0.0, sloping: bool = False) -> Losses | None:
         """Measure the loss of `batch` (the samples with random values), of its first `at` samples, and of the remaining
         samples. Returns None if any of the three measurements has no loss, or if the model or the criterion fails. With
         `fit`, unit results of the first `at` samples are moved by at most `abs(fit)`, to reduce these samples' loss or,
@@ -412,7 +414,7 @@ class LossTrial:
         rows, draws = range(batch.rows), SharedDraws()
         halves = rows[:at], rows[at:]
         batches = [batch.take(torch.tensor(half)) for half in halves]
-        results = self._random_results(seed, kind)
+        results = self._random_results(seed)
         try:
             if fit:
                 by = {key: t.requires_grad_() for key, t in results.items() if t.is_floating_point()}
@@ -432,11 +434,11 @@ class LossTrial:
         losses = [part for part in parts if part is not None]
         return None if whole is None or len(losses) != len(parts) else Losses(whole, losses, batches)
 
-    def is_steady(self, batch: Batch, kind: int) -> bool:
+    def is_steady(self, batch: Batch) -> bool:
         """Whether the criterion returns the same loss when it is called again with the same output, except for rounding
         (a GPU kernel may add in a different order). Also returns True if no loss was computed, or if the loss is
         NaN."""
-        results, rows = self._random_results(0, kind), range(batch.rows)
+        results, rows = self._random_results(0), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         if once is None or again is None or math.isnan(once.value):
             return True
@@ -461,7 +463,7 @@ class LossTrial:
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
         """The Dataflow of the samples `rows`, and the differences between their sizes and the traced sizes."""
         if rows not in self._flows:
-            part = self.samples.take(torch.tensor(rows))
+            part = self.samples.few.take(torch.tensor(rows))
             flow, deltas = self.flow, self.flow.deltas(part)
             if deltas is None or not flow.watched.isdisjoint(part.paths):
                 flow = trace(self.model, part, self.criterion, exact=True)
@@ -470,15 +472,15 @@ class LossTrial:
             self._flows[rows] = flow, deltas
         return self._flows[rows]
 
-    def _random_results(self, seed: int, kind: int) -> dict[LeafKey, Tensor]:
-        whole, deltas = self._flow(range(self.samples.rows))
+    def _random_results(self, seed: int) -> dict[LeafKey, Tensor]:
+        whole, deltas = self._flow(range(self.samples.few.rows))
         generator = torch.Generator().manual_seed(seed)
         results = {}
         for value in self.random:
             spec = whole.spec(value)
             if spec.dtype.is_floating_point:
                 drawn = _normal(spec.at(deltas), generator)
-                drawn = drawn * (1 if seed % 2 else 4) if kind == NORMAL else drawn.sigmoid()
+                drawn = drawn * (1 if seed % 2 else 4) if self.kind == NORMAL else drawn.sigmoid()
                 dtype = self._dtype(spec.dtype)
                 results[(*whole.occurrences[value.call], value.leaf)] = drawn.to(self.glue.device, dtype)
         return results
