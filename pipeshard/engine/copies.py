@@ -4,6 +4,7 @@ A weight may have an fp32 master weight in addition to its 16-bit parameter, a c
 on the device, or a copy on each replica.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping
 from itertools import compress
@@ -15,7 +16,7 @@ from torch import Tensor
 from pipeshard.distributed.collectives import gather, local
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.hosted import HostedWeight, HostParameter
-from pipeshard.engine.mixed_precision import MasterWeight, State
+from pipeshard.engine.mixed_precision import MasterWeight, States
 from pipeshard.engine.zero import share_updates
 from pipeshard.errors import UsageError
 from pipeshard.graph.writes import Noted, count_reads, is_written, note, reads, sum_of_words
@@ -70,21 +71,23 @@ class WeightCopies:
             count_reads(tensor)
         self._note(self._noted(self._states()))
 
-    def _states(self) -> list[State]:
-        """The state of each tracked tensor: the tensor's version, the version and the address of its shard, and the
-        number of uses of its `data`. A loop can write through `data` without changing a version. A write to a DTensor
-        changes the DTensor's version, and a write to the DTensor's shard changes the shard's version."""
+    def _states(self) -> list[States]:
+        """The states of each tracked weight's parameter and `master`. A state consists of the tensor's version, the
+        version and the address of its shard, and the number of uses of its `data`. A loop can write through `data`
+        without changing a version. A write to a DTensor changes the DTensor's version, and a write to the DTensor's
+        shard changes the shard's version."""
         places = map(Tensor.data_ptr, self._locals)
-        return [*zip(map(VERSION, self._tensors), map(VERSION, self._locals), places, map(reads, self._tensors))]
+        states = zip(map(VERSION, self._tensors), map(VERSION, self._locals), places, map(reads, self._tensors))
+        return [*zip(states, states)]
 
-    def _noted(self, now: list[State]) -> list[State]:
-        """The recorded state of each tracked tensor, or its state `now` if none is recorded."""
-        pairs = zip(self._tensors, now, strict=True)
-        return [self._watched[k // 2].noted.get(id(tensor), state) for k, (tensor, state) in enumerate(pairs)]
+    def _noted(self, now: list[States]) -> list[States]:
+        """The recorded states of each tracked weight. For a tensor without a recorded state, its state `now`."""
+        rows = zip(self._watched, self._tensors[::2], self._tensors[1::2], now, strict=True)
+        return [(w.noted.get(id(p), one), w.noted.get(id(master), other)) for w, p, master, (one, other) in rows]
 
-    def _note(self, states: list[State]) -> None:
-        """Record the states of the tracked tensors."""
-        for weight, one, other in zip(self._watched, states[::2], states[1::2], strict=True):
+    def _note(self, states: list[States]) -> None:
+        """Record the states of the tracked weights."""
+        for weight, (one, other) in zip(self._watched, states, strict=True):
             weight.noted = {id(weight.parameter): one, id(weight.master): other}
         for tensor in self._tensors if self.zero else ():
             note(tensor)
@@ -99,8 +102,7 @@ class WeightCopies:
         if now == noted and not is_updated:
             return self._is_due
         followed = []
-        for k, weight in enumerate(self._watched):
-            (one, other), (one_before, other_before) = (states[2 * k : 2 * k + 2] for states in (now, noted))
+        for weight, (one, other), (one_before, other_before) in zip(self._watched, now, noted):
             # If `master` was written, a use of the parameter's `data` alone does not count as a write.
             is_master, is_parameter = other != other_before, one[:3] != one_before[:3]
             if is_master or one != one_before:
@@ -120,10 +122,9 @@ class WeightCopies:
         """With ZeRO, the weights that have been written to since their states were recorded. Maps each weight's name to
         a pair: whether the parameter was written, and whether `master` was written. A read of `data` does not count as
         a write."""
-        states = self._noted(self._states())
-        each = [is_written(tensor, Noted(s[0], s[3])) for tensor, s in zip(self._tensors, states, strict=True)]
-        rows = zip(self._watched, each[::2], each[1::2], strict=True)
-        return {weight.name: (one, other) for weight, one, other in rows if one or other}
+        states = itertools.chain(*self._noted(self._states()))
+        each = (is_written(tensor, Noted(s[0], s[3])) for tensor, s in zip(self._tensors, states, strict=True))
+        return {weight.name: pair for weight, pair in zip(self._watched, zip(each, each)) if any(pair)}
 
     def refuse_unshared(self) -> None:
         """With ZeRO, raise UsageError if the loop has written through the optimizer's groups, which contain only the
@@ -186,22 +187,21 @@ class WeightCopies:
         share_updates(changed, self._grid.replicas)
         states = self._states()
         for k, weight in enumerate(self._watched):
-            if not weight.is_double or before[2 * k] == noted[2 * k]:  # otherwise, `master` lacks the loop's write
-                noted[2 * k] = states[2 * k]  # a broadcast also changes the version of the sent parameter
-            weight.shared = {id(weight.parameter): states[2 * k], id(weight.master): states[2 * k + 1]}
-            weight.is_due = False
-            if not weight.is_double:  # this replica owns each double weight, and has not received it
-                noted[2 * k + 1] = states[2 * k + 1]
+            weight.shared, weight.is_due = states[k], False
+            if not weight.is_double:
+                noted[k] = states[k]
+            elif before[k][0] == noted[k][0]:  # otherwise, `master` lacks the loop's write
+                # A broadcast also changes the version of the sent parameter. This replica, which owns each double
+                # weight, has not received `master`.
+                noted[k] = states[k][0], noted[k][1]
         self._note(noted)
 
     def _changed(self) -> list[bool]:
         """Whether each tracked weight may have changed since the last `share`. A weight that is trained or has a
         gradient may have changed even if no write is recorded."""
-        pairs = enumerate(zip(self._tensors, self._states(), strict=True))
-        same = [self._watched[k // 2].shared.get(id(tensor)) == now for k, (tensor, now) in pairs]
         return [
-            w.parameter.requires_grad or w.parameter.grad is not None or not (one and other)
-            for w, one, other in zip(self._watched, same[::2], same[1::2], strict=True)
+            w.parameter.requires_grad or w.parameter.grad is not None or w.shared != now
+            for w, now in zip(self._watched, self._states(), strict=True)
         ]
 
     @property

@@ -26,6 +26,7 @@ from pipeshard.options import LEAST_SCALE, MOST_SCALE, PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
 
 State = tuple[int, int, int, int]  # the state of a tensor: see WeightCopies
+States = tuple[State, State]  # the states of a parameter and of its `master`
 
 
 class LossScale:
@@ -103,7 +104,7 @@ class MasterWeight:
         self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
         self.noted: dict[int, State] = {}
-        self.shared: dict[int, State] = {}
+        self.shared: States | None = None
         self.is_due = False
         self.loaded_as: torch.dtype | None = None
         self._lent: Tensor | None = None  # the gradient that was assigned to `master`
