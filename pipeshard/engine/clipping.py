@@ -171,15 +171,6 @@ class ModelGradients:
             )
         self._mixed = []
 
-    def follow(self, adopts: bool, shares: bool = True) -> bool:
-        """If the loop has written to a parameter or to its master weight, copy the new value to the other tensor (see
-        MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With ZeRO and
-        `shares=False`, copies nothing, and raises UsageError if the loop has written through an optimizer's groups."""
-        if shares or not self.copies.zero:
-            return self.copies.follow(adopts)
-        self.copies.refuse_unshared()
-        return False
-
     def complete(self) -> None:
         """Complete the gradients that were accumulated under `no_sync`: sum each gradient over the ranks that hold the
         parameter. Such gradients remain if an epoch ends within an accumulation window. Raises UsageError on every rank
@@ -204,13 +195,13 @@ class ModelGradients:
         """Make all copies of each weight equal, so that code outside a step can read the parameters. Call it on all
         ranks."""
         with self.coupling.paused():
-            self.follow(adopts=False)
+            self.copies.follow(adopts=False)
             self.copies.share()
 
     def share_written(self) -> None:
         """As `settle`, but broadcast weights only if the loop has written to a weight on at least one replica. Call it
         on all ranks."""
-        is_due = torch.tensor(self.follow(adopts=False))
+        is_due = torch.tensor(self.copies.follow(adopts=False))
         if bool(gather(is_due, self.grid.replicas).any()):
             self.copies.share()
 

@@ -270,7 +270,7 @@ class Pipeline:
             bits = TRAINED * (changes or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
-            bits |= WRITTEN * self.gradients.follow(adopts=train)
+            bits |= WRITTEN * self.gradients.copies.follow(adopts=train)
             # Until the ranks have exchanged which parameters they train, a trace would be wrong and stay cached.
             found = None if changes else self._find(asked, batches, looks=False)
             if self.uncuts and not train and found is not None:
@@ -302,25 +302,21 @@ class Pipeline:
             self._refuse_other_way(*unseen[1:], train=True)
         if agreed.news & TRAINED:
             found = self._find(asked, batches)
-        if not agreed.alike or agreed.news & TRAINED:
-            with self.precision.running():
-                cut = self.cuts.all(batches, train)
-                found = self.traces.find_alike(cut, criterion, asked.outputs.needed, self.grid, found)
+        is_new = not agreed.alike or bool(agreed.news & TRAINED)
+        if is_new:
+            found = self._find_alike(asked, batches, found)
         if agreed.news & UNPROVEN:
             cut = self.cuts.microbatches(batches)
             with self.precision.running(), tracing(self.traces, batches, cut, criterion, asked.outputs.needed):
                 self.traces.losses.prove(batches, cut, criterion, self.grid.world)
         unmerged = bool(agreed.news & UNMERGED)
-        if self.uncuts and not train and (not agreed.alike or agreed.news & TRAINED):  # found may be new
+        if self.uncuts and not train and is_new:
             assert found is not None
             merges = torch.tensor(int(_merges(asked.outputs, found, batches)))
             unmerged = not gather(merges, self.grid.world).all()
         if unmerged:
             self.cuts.uncut(batches)
-            found = self._find(asked, batches)
-            with self.precision.running():
-                cut = self.cuts.all(batches, train)
-                found = self.traces.find_alike(cut, criterion, asked.outputs.needed, self.grid, found)
+            found = self._find_alike(asked, batches, self._find(asked, batches))
         return batches, found, agreed
 
     def _find(self, asked: Asked, batches: Sequence[Batch], looks: bool = True) -> FoundWays | None:
@@ -329,6 +325,12 @@ class Pipeline:
         with suppress(Exception), self.precision.running():
             return self.traces.find(self.cuts.all(batches, asked.train), asked.criterion, looks)
         return None
+
+    def _find_alike(self, asked: Asked, batches: Sequence[Batch], found: FoundWays | None) -> FoundWays | None:
+        """See Traces.find_alike."""
+        with self.precision.running():
+            cut = self.cuts.all(batches, asked.train)
+            return self.traces.find_alike(cut, asked.criterion, asked.outputs.needed, self.grid, found)
 
     def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
         """Share with all ranks which parameters this rank currently trains. Raises UsageError on every rank if any rank

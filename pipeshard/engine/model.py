@@ -49,10 +49,14 @@ class Whole:
         gradients would be wrong."""
         pipeline, precision = self.pipeline, self.pipeline.precision
         pipeline.refuse_blank()
-        if torch.is_grad_enabled():
+        copies, trains = pipeline.gradients.copies, torch.is_grad_enabled()
+        if trains:
             pipeline.holdings.refuse_cast()
-        pipeline.gradients.follow(adopts=torch.is_grad_enabled(), shares=False)
-        if torch.is_grad_enabled():
+        if copies.zero:  # other replicas may not call the model now, so a write cannot be sent to them
+            copies.refuse_unshared()
+        else:
+            copies.follow(adopts=trains)
+        if trains:
             pipeline.gradients.add_to()
         with precision.running():
             if not precision.lowers:

@@ -207,13 +207,12 @@ class _Deferred:
         if (self.deferral.whole and not self.is_large_lookup) or len(args) + len(kwargs) != 1:  # not one: TypeError
             return self.plain(*args, **kwargs)
         (x,) = *args, *kwargs.values()  # layers name this argument differently
-        if torch.compiler.is_compiling() or functorch_is_active() or not self._may_defer(x):
-            return self.plain(x)
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
+        if torch.compiler.is_compiling() or functorch_is_active() or not self._may_defer(x, weight, bias):
+            return self.plain(x)
         return self.kind.apply(x, weight, bias, self.module, self.deferral)
 
-    def _may_defer(self, x: Tensor) -> bool:
-        weight, bias = map(self.module._parameters.get, ("weight", "bias"))
+    def _may_defer(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         if weight is None or hasattr(type(self.module), "bias"):  # parametrized: compute it only once
             return False
         if getattr(self.module, "bias", None) is not bias:  # a buffer, or another attribute
