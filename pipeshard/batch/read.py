@@ -18,7 +18,6 @@ from torch.utils.data import default_collate
 
 from pipeshard.batch.batch import FOR_CRITERION, Batch, BatchDims
 from pipeshard.batch.media import INTEGERS, Owners, media_owners
-from pipeshard.batch.tree import tensors_in
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
     IDS,
@@ -57,19 +56,18 @@ def read_batch(
 
 def _refuse_tensors(batch: Batch) -> None:
     """Raise BatchError for sparse tensors, and for tensors on the meta device, which have no values to train on."""
-    for path, leaf in zip(batch.paths, batch.leaves, strict=True):
-        for tensor in tensors_in(leaf):
-            if tensor.is_meta:
-                raise BatchError(
-                    f"{path}: a tensor of shape {tuple(tensor.shape)} is on the meta device, so it has no values: "
-                    "create it on the CPU or on the rank's device"
-                )
-            if tensor.layout in SPARSE:
-                raise BatchError(
-                    f"{path}: a tensor of shape {tuple(tensor.shape)} is sparse, which pipeshard supports neither in "
-                    "traces nor in microbatches: pass tensor.to_dense(), or pass its indices and values and create the "
-                    "sparse tensor in the model's forward"
-                )
+    for path, tensor in batch.all_tensors:
+        if tensor.is_meta:
+            raise BatchError(
+                f"{path}: a tensor of shape {tuple(tensor.shape)} is on the meta device, so it has no values: "
+                "create it on the CPU or on the rank's device"
+            )
+        if tensor.layout in SPARSE:
+            raise BatchError(
+                f"{path}: a tensor of shape {tuple(tensor.shape)} is sparse, which pipeshard supports neither in "
+                "traces nor in microbatches: pass tensor.to_dense(), or pass its indices and values and create the "
+                "sparse tensor in the model's forward"
+            )
 
 
 def taken_by(model: nn.Module, data: Any) -> int | None:

@@ -26,7 +26,7 @@ from pipeshard.engine.reader import digest
 from pipeshard.engine.routes import Routes
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Microbatch
-from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of, serialized
+from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.flags import Flags
@@ -243,8 +243,8 @@ class Traces:
             found, failure = self._tried(cut, criterion)
         for _ in range(ROUNDS):
             new = {unit for flow, _ in found.all for unit in flow.valued} if found is not None else set()
-            numbers = [self.number(found) if found is not None else -1]
-            told = gather_objects((numbers, sorted(new - asked)), grid.world)
+            number = self.number(found) if found is not None else -1
+            told = gather_objects((number, sorted(new - asked)), grid.world)
             wanted = {unit for _, names in told for unit in names}
             alike = all(told[rank][0] == told[ranks[0]][0] for rank in ranks)
             if not any(gather_objects(not alike, grid.world)) or not wanted:
@@ -274,7 +274,7 @@ class Traces:
         if found is None:
             return Said([], [], failure)
         try:
-            lines = [serialized(lines_of(way, self.policy, outputs)) for way in found.all]
+            lines = [lines_of(way, self.policy, outputs) for way in found.all]
         except TraceError as error:
             return Said([], [], str(error))
         return Said(list(map(self._number, found.all)), lines, "")

@@ -150,16 +150,11 @@ def _is_value(constant: Any, deltas: tuple[int, ...]) -> str:
     return f"is {value!r}"
 
 
-def serialized(lines: Sequence[Line]) -> list[tuple[str, str, bool | None]]:
-    """Lines in their serialized form."""
-    return [(line.what, line.value, line.is_left) for line in lines]
-
-
 class Said(NamedTuple):
     """A rank's report on its ways: their `numbers` and the `lines` of each way, or the message of a `failure`."""
 
     numbers: list[int]
-    lines: list[list[tuple[str, str, bool | None]]]
+    lines: list[list[Line]]
     failure: str
 
 
@@ -167,8 +162,12 @@ def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: C
     """Compare the ways of the `ranks` of this pipeline, and return the numbers that identify these ways from now on.
     Every rank of `group` raises TraceError if the ways of a pipeline's ranks differ in a line, or if a rank reports a
     failure."""
-    told = gather_objects((said.numbers, said.lines, said.failure), group)
-    every = [Said(numbers, lines, failure) for numbers, lines, failure in told]
+    own = [[*map(tuple, of_way)] for of_way in said.lines]
+    told: list[Any] = gather_objects((said.numbers, own, said.failure), group)
+    every = [
+        Said(numbers, [[Line(*line) for line in lines] for lines in of_ways], failure)
+        for numbers, of_ways, failure in told
+    ]
     if failed := next((f"{named(rank)}: {other.failure}" for rank, other in enumerate(every) if other.failure), None):
         raise TraceError(failed)
     problems = gather_objects(_difference(every, ranks, named), group)
@@ -182,7 +181,7 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
     first = ranks[0]
     for i, lines in enumerate(every[first].lines):
         for rank in ranks[1:]:
-            mine, theirs = _first_difference([Line(*line) for line in lines], [Line(*o) for o in every[rank].lines[i]])
+            mine, theirs = _first_difference(lines, every[rank].lines[i])
             if mine != theirs:
                 return f"{_told(mine, theirs, named(first), named(rank))}, in microbatch {i}. {WAYS_REMEDY}"
     return ""
