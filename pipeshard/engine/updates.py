@@ -425,20 +425,16 @@ def numbers_problem(told: Sequence[Told], named: Any, clip: str) -> str:
     other = next((k for k, values in enumerate(written) if not _is_close(tuple(values), tuple(written[0]))), 0)
     if other == 0:
         return ""
+    firsts = [min({*written[k]} - {*written[o]}, default=written[k][0]) for k, o in ((0, other), (other, 0))]
     shown = (
-        f"{min(having[k][1])} using {_first_other(written[k], written[o]):.6g} on {named(having[k][0])}"
-        for k, o in ((0, other), (other, 0))
+        f"{min(numbered)} using {number:.6g} on {named(rank)}"
+        for (rank, numbered), number in zip((having[0], having[other]), firsts)
     )
     return (
         "the training loop, or the optimizer's own step, modified parameters with numbers that differ between ranks, "
         "after it had read several parameters: "
         f"{' and '.join(shown)}. {NUMBERED.format(clip=clip)}"
     )
-
-
-def _first_other(values: Sequence[float], others: Sequence[float]) -> float:
-    """The first of `values` that is not close to any of `others`. If there is none, the first of `values`."""
-    return next((v for v in values if not any(_is_close(v, other) for other in others)), values[0])
 
 
 def alike(factors: Iterable[float | None], tolerance: float = NEAR) -> bool:
