@@ -67,7 +67,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
-HUNTED = $(addprefix tests/test_,hunt.py guards.py products.py dataloader.py)
+HUNTED = $(addprefix tests/test_,hunt.py programs.py guards.py products.py dataloader.py)
 COVERING = $(filter-out $(HUNTED),$(shell grep -lrwE "covering|sampled|turns|ALL" tests --include="test_*.py"))
 PIP    = $(@D)/bin/python -m pip --disable-pip-version-check install -qq
 
