@@ -277,6 +277,24 @@ def test_a_cache_that_the_forward_creates_without_a_config_is_filled(pool: Pool,
     assert pool.run(created_in_forward, p) == [[]] * p
 
 
+def test_an_entry_to_which_glue_of_every_rank_writes_has_the_length_of_its_layer() -> None:
+    """Glue of Qwen4-Exp stores positions in the entry of its first indexed layer. Other ranks then took this entry for
+    their own, and kept it empty: lengths were wrong, and so were tokens, without an error."""
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2)
+    of_stages = [Entries(DynamicCache(config=config)) for _ in range(2)]
+    for k, entries in enumerate(of_stages):
+        entries.begin()
+        entries.cache.layers[0].positions = torch.arange(100)
+        entries.cache.update(*torch.ones(2, 1, 2, 3, 4), layer_idx=k)
+    told = [entries.changes() for entries in of_stages]
+    of_stages[0].update(told[1])
+    of_stages[1].update(told[0])
+    for k, entries in enumerate(of_stages):
+        assert [layer.get_seq_length() for layer in entries.cache.layers] == [3, 3]
+        assert [layer.keys.is_meta for layer in entries.cache.layers] == [k == 1, k == 0]
+        assert not entries.cache.layers[0].positions.is_meta
+
+
 def continued(model: Any) -> list[Any]:
     """Completions of two questions, each with its own copy of the cache of what precedes them."""
     cache, before = DynamicCache(config=model.config), torch.tensor([[3, 4, 5, 6]])

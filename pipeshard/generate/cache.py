@@ -37,34 +37,51 @@ class Entries:
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self._before: dict[EntryPath, Any] = {}
-        self._own: set[EntryPath] = set()
+        self._before: dict[EntryPath, dict[str, Any]] = {}
+        self._own: dict[EntryPath, set[str]] = {}  # the attributes that this rank has written
 
     def begin(self) -> None:
         """Record the entries before a forward, for `changes`."""
-        self._before = {path: _signature(entry) for path, entry in _entries(self.cache)}
+        self._before = {path: _signatures(entry) for path, entry in _entries(self.cache)}
 
     def changes(self) -> list[Any]:
         """The entries that the forward has changed on this rank, as plain data for `update` on other ranks."""
-        changed = {p: e for p, e in _entries(self.cache) if self._before.get(p, _NONE) != _signature(e)}
-        blank = {p for p, e in changed.items() if p not in self._before and _is_blank(e)}
-        self._own |= changed.keys() - blank
-        return [[path, _described(entry), path in blank] for path, entry in changed.items()]
+        told = []
+        for path, entry, names in self._changed():
+            is_blank = path not in self._before and _is_blank(entry)
+            if not is_blank:
+                self._own.setdefault(path, set()).update(names)
+            told.append([path, _described(entry, names), is_blank])
+        return told
 
     def update(self, changes: list[Any]) -> None:
-        """Create ghosts for entries that another rank has changed, except entries that this rank has written itself.
-        A blank entry, which a layer creates in passing for an earlier layer of another rank, replaces no other."""
+        """Create ghosts for entries that another rank has changed, except attributes that this rank has written itself:
+        glue of every rank may write to an entry. A blank entry, which a layer creates in passing for an earlier layer
+        of another rank, replaces no other."""
         here = {path for path, _ in _entries(self.cache)}
         for steps, told, is_blank in changes:  # JSON has turned the path into a list
             path = tuple(steps)
-            if path not in self._own and not (is_blank and path in here):
+            own = self._own.get(path, set())
+            if "of" in told:
+                told["of"] = {name: item for name, item in told["of"].items() if name not in own}
+            if not (is_blank and path in here) and (told.get("of") or not own):
                 self._set(path, told)
 
     def adopt(self, other: "Entries") -> None:
         """Update this cache with the entries that a forward has changed in `other`, a copy of this cache."""
-        for path, entry in _entries(other.cache):
-            if other._before.get(path, _NONE) != _signature(entry):
+        here = dict(_entries(self.cache))
+        for path, entry, names in other._changed():
+            if path in here and type(here[path]) is type(entry) and _VALUE not in names:
+                vars(here[path]).update({name: vars(entry)[name] for name in names})
+            else:
                 _put_at(self._holder(path), path[-1], entry)
+
+    def _changed(self) -> Iterator[tuple[EntryPath, Any, set[str]]]:
+        """The entries that have changed since `begin`, and the names of their changed attributes."""
+        for path, entry in _entries(self.cache):
+            before, now = self._before.get(path, {}), _signatures(entry)
+            if names := {name for name, signature in now.items() if before.get(name, _NONE) != signature}:
+                yield path, entry, names
 
     def _set(self, path: EntryPath, told: Any) -> None:
         holder, last = self._holder(path), path[-1]
@@ -95,6 +112,7 @@ class Entries:
 
 
 _NONE = object()
+_VALUE = ""  # stands for the value itself, if an entry is not an object with attributes
 
 
 def _put_at(holder: Any, last: str | int, entry: Any) -> None:
@@ -135,17 +153,28 @@ def _signature(value: Any) -> Any:
     return id(value) if inside is None else (type(value), _signature(inside))
 
 
+def _signatures(entry: Any) -> dict[str, Any]:
+    """The signature of each attribute of an entry, or of its value."""
+    if not _is_object(entry):
+        return {_VALUE: _signature(entry)}
+    return {name: _signature(item) for name, item in vars(entry).items()}
+
+
+def _is_object(entry: Any) -> bool:
+    return hasattr(entry, "__dict__") and not isinstance(entry, Tensor)
+
+
 def _is_blank(entry: Any) -> bool:
     """Whether an entry holds no tensors."""
     return not tree_tensors(getattr(entry, "__dict__", entry))
 
 
-def _described(entry: Any) -> Any:
-    """An entry as plain data: a value, or the class name and the attributes of an object."""
-    inside = getattr(entry, "__dict__", None)
-    if inside is None or isinstance(entry, Tensor):
+def _described(entry: Any, names: set[str]) -> Any:
+    """An entry as plain data: a value, or the class name and the attributes `names` of an object."""
+    if not _is_object(entry):
         return {"value": describe(entry, _put, {})}
-    return {"kind": type(entry).__name__, "of": {name: describe(item, _put, {}) for name, item in inside.items()}}
+    of = {name: describe(item, _put, {}) for name, item in vars(entry).items() if name in names}
+    return {"kind": type(entry).__name__, "of": of}
 
 
 def _put(tensor: Tensor) -> Any:
