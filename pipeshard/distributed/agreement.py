@@ -130,16 +130,16 @@ def compare_trained(
 ) -> dict[str, bool]:
     """Merge the requires_grad flags of all ranks' parameters, by name. Raises UsageError, on every rank, if a parameter
     is trained on only some of the ranks that hold it."""
-    ranks = gather_objects(dict(trained), group)
-    for rank, of_rank in enumerate(ranks):
+    merged, holders = dict[str, bool](), dict[str, int]()
+    for rank, of_rank in enumerate(gather_objects(dict(trained), group)):
         for name, flag in of_rank.items():
-            other = next((k for k, flags in enumerate(ranks) if flags.get(name, flag) != flag), None)
-            if other is not None:
+            holder = holders.setdefault(name, rank)
+            if merged.setdefault(name, flag) != flag:
                 raise UsageError(
-                    f"{name} is held by several ranks, but has requires_grad={flag} on {named(rank)} and {not flag} on "
-                    f"{named(other)}: set the same value on every rank"
+                    f"{name} is held by several ranks, but has requires_grad={not flag} on {named(holder)} and {flag} "
+                    f"on {named(rank)}: set the same value on every rank"
                 )
-    return {name: flag for of_rank in ranks for name, flag in of_rank.items()}
+    return merged
 
 
 def _value_text(value: Any) -> str:
