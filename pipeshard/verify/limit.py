@@ -10,6 +10,7 @@ from torch import nn
 from pipeshard.verify.local import Unproven
 
 FORWARDS = 3  # duration of a step, in forwards: a backward takes about as long as two forwards
+STEPS_LEFT = 4  # smallest number of steps of a proof after its first one
 STEPS_MORE = 5  # the smallest time limit of a proof's fallback, in steps of the unsplit model
 
 
@@ -39,10 +40,10 @@ class Limit:
             raise TooMuch(f"the check takes longer than {self.seconds:g} s")
 
     @contextmanager
-    def measuring(self, model: nn.Module, steps: int) -> Iterator[None]:
+    def measuring(self, model: nn.Module) -> Iterator[None]:
         """Context manager for the first step of the unsplit model. Times each call of the second layer of the
-        ModuleList with the most parameters (the first layer also initializes libraries). Raises TooMuch if `steps`
-        steps would take too long."""
+        ModuleList with the most parameters (the first layer also initializes libraries). Raises TooMuch if
+        STEPS_LEFT steps would take too long."""
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
         layers = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=None)
         if layers is None:
@@ -56,7 +57,7 @@ class Limit:
 
         def ends(*_: Any) -> None:
             self.step = FORWARDS * len(layers) * (time.perf_counter() - start)
-            self.refuse_long(steps * self.step)
+            self.refuse_long(STEPS_LEFT * self.step)
 
         with layers[1].register_forward_pre_hook(begins), layers[1].register_forward_hook(ends):
             yield

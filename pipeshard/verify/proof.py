@@ -25,7 +25,7 @@ from pipeshard.graph.lone import Lone
 from pipeshard.hf import use_eager_kernels
 from pipeshard.split.policy import Policy
 from pipeshard.verify.compare import Comparison, differing_attributes
-from pipeshard.verify.limit import Limit, TooMuch
+from pipeshard.verify.limit import STEPS_LEFT, Limit, TooMuch
 from pipeshard.verify.local import Different, LocalPipeline, Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Uncopyable, Weights, generators, undisturbed
 from pipeshard.verify.samples import Samples
@@ -36,7 +36,6 @@ from pipeshard.verify.whole import MOVES, Coupled, WholeBatch, WholeFound, copie
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
-STEPS_LEFT = 4  # smallest number of steps of a proof after its first one
 STEPS_OF_PROOF = 6  # duration of a proof after its first step if nothing differs, in steps of the unsplit model
 COPY_REMEDY = (
     "To check it, keep the object that cannot be copied outside of the model and the criterion, or define __deepcopy__ "
@@ -353,7 +352,7 @@ class _Proving:
             with ExitStack() as stack:
                 if is_first:  # a collective would wait for ranks that do not run the proof
                     stack.enter_context(Lone())
-                    stack.enter_context(self.limit.measuring(reference.model, STEPS_LEFT))
+                    stack.enter_context(self.limit.measuring(reference.model))
                 loss, _ = reference.step([batch], ONE_PART, (SEED, 0), self.limit.tick)
         except NoLoss:
             raise Unproven(NO_LOSS) from None
