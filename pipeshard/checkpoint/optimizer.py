@@ -209,10 +209,7 @@ def _in_files(tensors: Mapping[StateKey, Tensor]) -> dict[str, Tensor]:
 def _read_content(source: Path) -> Content:
     """Read the description in a folder, or the content of a file, and check that the files contain all declared
     data."""
-    if not source.exists():
-        raise CheckpointError(f"{source} does not exist: pass a file or folder that booster.save_optimizer wrote")
-    described = source.is_dir()
-    advice = "pass a file or folder that booster.save_optimizer wrote"
+    described, advice = source.is_dir(), "pass a file or folder that booster.save_optimizer wrote"
     content = load_plain(source / DESCRIPTION if described else source, "an optimizer checkpoint", advice)
     written = content.get("format") if isinstance(content, dict) else None
     formats = (OPTIMIZER_FORMAT,) if described else (OPTIMIZER_FORMAT, OLDER)
