@@ -113,7 +113,7 @@ class Estimate:
     @property
     def peak(self) -> int:
         """The memory, in bytes, of the rank that needs the most memory."""
-        return max(memory.total for memory in self.memory)
+        return self.memory[self.fullest].total
 
 
 class InSlices(NamedTuple):
