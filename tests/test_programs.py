@@ -13,8 +13,8 @@ from tests.pool import Pool
 pytestmark = pytest.mark.local
 
 
-def differences(seed: int, folder: Path) -> list[str]:
-    return run(case(seed, folder))
+def differences(seed: int, file: Path) -> list[str]:
+    return run(case(seed, file))
 
 
 @pytest.mark.sampled(12)
@@ -22,4 +22,6 @@ def differences(seed: int, folder: Path) -> list[str]:
 def test_a_random_model_trains_like_the_unsplit_model(pool: Pool, tmp_path: Path, seed: int) -> None:
     """Such models found a gradient hook that one stage bypassed, cuts that were refused for a view, and losses that
     ignored a label and were refused."""
-    assert pool.run(differences, 2, seed, tmp_path, timeout=120) == [[], []], source(seed)
+    file = tmp_path / f"program_{seed}.py"  # errors show its lines
+    file.write_text(source(seed))
+    assert pool.run(differences, 2, seed, file, timeout=120) == [[], []], source(seed)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,16 +222,14 @@ def _sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.01)  # a larger rate makes some of these models diverge
 
 
-def case(seed: int, folder: Path) -> Case:
-    """The case with this number. Its model's source is written to the folder, where errors show its lines."""
+def case(seed: int, file: Path) -> Case:
+    """The case with this number, whose model's source is in the file."""
     choice = random.Random(seed).choice
     options = {"num_microbatches": choice([1, 2, 4]), "verify": choice([False, True]), **choice(OPTIONS)}
-    make: Callable[[], Any] = partial(_load(source(seed), folder / f"program_{seed}.py").Model)
-    return Case(make, f"random program {seed}", _batches(seed), options, optimizer=_sgd)
+    return Case(_load(file).Model, f"random program {seed}", _batches(seed), options, optimizer=_sgd)
 
 
-def _load(text: str, file: Path) -> Any:
-    file.write_text(text)
+def _load(file: Path) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
