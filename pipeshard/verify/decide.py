@@ -358,8 +358,8 @@ def _remedies(sample: Batch) -> str:
     dims = _other_dims(sample)
     other = f", or batch_dims={dims} if dimension 1 is the batch dimension (time-first data)" if dims else ""
     return (
-        "num_microbatches=1 to train on whole batches, or (not in a Trainer) loss_reduction='microbatch' to train on "
-        f"each microbatch separately, as gradient accumulation does{other}"
+        "num_microbatches=1 to train on whole batches (in a Trainer, omit num_microbatches), or (not in a Trainer) "
+        f"loss_reduction='microbatch' to train on each microbatch separately, as gradient accumulation does{other}"
     )
 
 

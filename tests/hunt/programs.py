@@ -132,7 +132,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.hunt import layers
+from tests.hunt import program_layers as layers
 
 H, V = layers.H, {V}
 

@@ -372,7 +372,8 @@ REMEDIES = {
     ),
     "layers that mix samples": Remedy(
         ("layers that mix samples", "`VerificationError`: the proof at boost"),
-        r"Pass num_microbatches=1 to train on whole batches, or \(not in a Trainer\) loss_reduction='microbatch'",
+        r"Pass num_microbatches=1 to train on whole batches \(in a Trainer, omit num_microbatches\), or \(not in a "
+        r"Trainer\) loss_reduction='microbatch'",
         Training(nets.Centred),
         (Training(nets.Centred, ONE), Training(nets.Centred, TWICE, parts=2)),
     ),
