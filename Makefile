@@ -10,8 +10,8 @@
 #               make exact SHARE=2/8 runs the second of eight shares
 # make selftest tests the tests: the pool, the fuzzer, the soak, the benchmarks, and faults whose detection is taken out
 # make torchao  runs the tests of base weights that torchao quantizes, with torchao in a folder of its own
-# make hunt     trains models that people write themselves, each of which was trained wrong without a word once, and
-#               kinds of layers, training loops, resumes and samplers with every schedule and layout
+# make hunt     trains models that people write themselves, each of which was trained wrong without a word once, random
+#               models, kinds of layers, training loops, resumes and samplers with every schedule and layout
 # make elastic  kills one of four ranks of a job, and brings it back
 # make recipes  kills a rank of `pipeshard sft`, which resumes, and plans the largest recipes
 # make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
